@@ -85,12 +85,13 @@ def joined(shares: list[Share]) -> list[Share]:
 
 
 def sorted_by_group(
-    weight: QuantizedTensor, groups: Tensor, columns: Tensor, act_scale: Tensor | None
+    weight: QuantizedTensor, codes: Tensor, groups: Tensor, columns: Tensor, act_scale: Tensor | None
 ) -> tuple[CanonicalLinear, Tensor]:
     """Weights whose columns belong to groups in any order and number, as groups of 16 columns.
 
     Args:
-        weight: codes `[N, K]` in any order of columns, scales and zeros `[G, N]`; its group size is not read.
+        weight: whose scales and zeros `[G, N]` these are.
+        codes: uint8 `[N, K]`: some of its columns, in any order.
         groups: int64 `[K]`: the group of each column.
         columns: int64 `[K]`: the column of the activations that each one meets.
         act_scale: as for `gemm`, in the order of the activations; or None.
@@ -106,12 +107,12 @@ def sorted_by_group(
     target = first[groups[order]] * GROUP_STEP + place_in_group
     k = int(steps.sum()) * GROUP_STEP
     group_of_step = torch.arange(len(counts), device=groups.device).repeat_interleave(steps)
-    codes = _zero_codes(weight, group_of_step, padded=k > len(order))
-    codes[:, target] = weight.codes[:, order]
+    filled = _zero_codes(weight, group_of_step, padded=k > len(order))
+    filled[:, target] = codes[:, order]
     met = torch.zeros(k, dtype=torch.int64, device=groups.device)
     met[target] = columns[order]
     zeros = None if weight.zeros is None else weight.zeros[group_of_step]
-    regrouped = replace(weight, codes=codes, scales=weight.scales[group_of_step], zeros=zeros, group_size=GROUP_STEP)
+    regrouped = replace(weight, codes=filled, scales=weight.scales[group_of_step], zeros=zeros, group_size=GROUP_STEP)
     return CanonicalLinear(regrouped, act_scale=None if act_scale is None else act_scale[met]), met
 
 
@@ -193,7 +194,7 @@ def _cut_weight_only(layer: CanonicalLinear, begin: int, size: int) -> Share:
             "parallel size that does not cut through groups"
         )
     if not step:
-        filled, columns = sorted_by_group(replace(weight, codes=codes), groups, met, scales_of_input)
+        filled, columns = sorted_by_group(weight, codes, groups, met, scales_of_input)
         return Share(replace(filled, bias=layer.bias), columns)
     kept = groups[::step]
     zeros, minimums = (part if part is None else part[kept] for part in (weight.zeros, weight.minimums))
