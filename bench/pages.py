@@ -40,7 +40,7 @@ class Page:
     Attributes:
         name: of its files, without .json and .md.
         arguments: of `python -m bench` or, beginning with a dot, of `python -m bench.MODULE`.
-        seconds: what it takes on an H200, about.
+        seconds: an estimate of what it takes on an H200.
         compiles: whether peers compile kernels for each number of rows, which other processes can have done before.
         promises: whether the command ends with 1 where a promise is broken, behind its files; else it has failed then.
     """

@@ -109,8 +109,8 @@ double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t,
   double const promotions =
       warpgroup_outputs(t) / 128 * promotion * (kind.is_promoted() ? kStreamK / promoted_k(kind.mode) : 1);
   double slice = costs.slice + conversions * costs.convert;
-  // The longer MMAs are, the better they hide conversions, as the square root of tokens fits times of 64 to 256 of
-  // them; not those by fp32, which take the time of theirs.
+  // The longer MMAs are, the better they hide conversions: by the square root of tokens, the form that the constants
+  // were fitted with. Not those by fp32, which take the time of theirs.
   if (t.mainloop == Mainloop::kWgmmaRs && !makes_operands(kind.packing, kind.mode))
     slice *= std::sqrt(64.0 / std::max(64, t.tokens));
   double const issued = warpgroups(t) * (slice + promotions);
