@@ -130,16 +130,34 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         )
 
 
+def _seed_of(name: str) -> int:
+    return (_SESSION_SEED + zlib.crc32(name.encode())) % 2**31
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed of this test's own; the header prints the session's, from which it follows."""
-    return (_SESSION_SEED + zlib.crc32(request.node.nodeid.encode())) % 2**31
+    return _seed_of(request.node.nodeid)
 
 
 @pytest.fixture
 def seeds(seed: int) -> Iterator[int]:
     """Seeds, as many as a test wants."""
     return iter(range(seed, seed + 2**31))
+
+
+@pytest.fixture(autouse=True)
+def _drawn_from_the_seed(seed: int) -> None:
+    """What a test draws without a generator follows from its seed as well, not from the tests before it."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """Likewise what a fixture of several tests draws."""
+    if fixturedef.scope != "function":
+        torch.manual_seed(_seed_of(f"{fixturedef.baseid}::{fixturedef.argname}"))
 
 
 @pytest.fixture(autouse=True, scope="session")

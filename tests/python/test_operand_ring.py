@@ -89,19 +89,28 @@ class Ring:
             yield
 
 
-def come_to_their_ends(everyone: Sequence[Steps], choose: random.Random, limit: int = 100_000) -> bool:
-    """Whether all do within so many steps, taken in an order of chance: anyone may be slow, or fast, for a while."""
+def come_to_their_ends(everyone: Sequence[Steps], choose: random.Random) -> bool:
+    """Whether all do: first in an order of chance, where anyone may be slow, or fast, for a while; then in turns.
+
+    In turns nobody is slow, so whoever has not ended after so many of them waits for what does not come.
+    """
     steps = list(everyone)
     speeds = dict.fromkeys(steps, 1.0)
-    for _ in range(limit):
+
+    def step(one: Steps) -> None:
+        if next(one, StopIteration) is StopIteration:
+            steps.remove(one)
+
+    for _ in range(20_000):
         if not steps:
             return True
         if choose.random() < 0.02:
             speeds[choose.choice(steps)] = choose.choice((0.01, 1, 5, 30))
-        (one,) = choose.choices(steps, [speeds[other] for other in steps])
-        if next(one, StopIteration) is StopIteration:
-            steps.remove(one)
-    return False
+        step(*choose.choices(steps, [speeds[other] for other in steps]))
+    for _ in range(5_000):
+        for one in tuple(steps):
+            step(one)
+    return not steps
 
 
 def ends(seed: int, others_arrive: bool) -> bool:

@@ -84,7 +84,7 @@ class Warps:
         """Whether all lanes come to their ends."""
         sides = (("empty", "full"), ("full", "empty"))
         lanes = [self.lane(*side, lane) for side in sides for lane in range(LANES)]
-        return come_to_their_ends(lanes, choose, limit=20_000)
+        return come_to_their_ends(lanes, choose)
 
     def is_right(self) -> bool:
         return self.sums == [
