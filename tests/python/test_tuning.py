@@ -209,18 +209,21 @@ def test_the_command_prints_what_was_found(plan_folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme"),
+    ("options", "scheme"),
     [
         ("w8a8", W8A8()),
         ("fp8", FP8()),
         ("blockwise-int8", Blockwise()),
         ("blockwise-fp8", Blockwise(type="fp8")),
+        ("w4a8-int8", W4A8(128, "int8", symmetric=True)),
+        ("w4a8-fp8 --group-size 64 --zeros uint8", W4A8(64, "fp8")),
+        ("w4a8-fp8 --group-size -1", W4A8(-1, "fp8", symmetric=True)),
     ],
 )
-def test_the_command_takes_schemes(name: str, scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_schemes(options: str, scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("qcutlass.tuning.tuner.tune", lambda shapes, **options: asked.update(options) or [])
-    result = qcutlass_command("tune", "64x64", "--scheme", name)
+    result = qcutlass_command("tune", "64x64", "--scheme", *options.split())
     assert result.exit_code == 0, result.output
     assert (asked["scheme"], asked["dtype"]) == (scheme, None)
 
@@ -234,6 +237,8 @@ def test_the_command_takes_schemes(name: str, scheme: Scheme, monkeypatch: pytes
         ["64x64", "--device", "cpu"],
         ["64x64", "--scheme", "w8a8", "--zeros", "uint8"],
         ["64x64", "--scheme", "w8a8", "--dtype", "float16"],
+        ["64x64", "--scheme", "w4a8-int8", "--zeros", "float16"],
+        ["64x64", "--scheme", "w4a8-int8", "--bits", "8"],
         ["64x64", "--dtype", "float8_e5m2"],
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +10,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from qcutlass.cli import chatting, running
+from qcutlass.cli import chatting, running, tuning
 from qcutlass.cli import quantize as quantizing
 from qcutlass.cli.running import QuantizedActivations
 from qcutlass.cli.terminal import (
@@ -40,39 +38,8 @@ if TYPE_CHECKING:
     from qcutlass.cli.quickstart import LayerResult
     from qcutlass.models.conversion import Conversion
     from qcutlass.models.inspection import FolderSummary
-    from qcutlass.schemes import Scheme
-    from qcutlass.tuning.tuner import TunedProduct
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-class Activations(str, Enum):
-    """Types of activations and scales."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float8_e5m2 = "float8_e5m2"
-
-
-class EightBitSchemes(str, Enum):
-    """Schemes whose activations have 8 bits."""
-
-    w8a8 = "w8a8"
-    fp8 = "fp8"
-    blockwise_int8 = "blockwise-int8"
-    blockwise_fp8 = "blockwise-fp8"
-
-
-class Zeros(str, Enum):
-    """Types of zero points."""
-
-    none = "none"
-    uint8 = "uint8"
-    int8 = "int8"
-    int32 = "int32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
 
 
 def _version(wanted: bool) -> None:
@@ -195,100 +162,6 @@ def _print_info(facts: dict[str, Any]) -> None:
     for name, value in rows:
         table.add_row(name, markup(value))
     _console().print(table)
-
-
-@app.command()
-def tune(
-    shapes: Annotated[
-        list[str], typer.Argument(metavar="SHAPE...", help="The shapes of weights, NxK, say 4096x14336.")
-    ],
-    bits: Annotated[Bits, typer.Option(help="The bits of a weight.")] = Bits.four,
-    group_size: Annotated[int, typer.Option(help="The columns that share a scale. -1 is one scale a channel.")] = 128,
-    dtype: Annotated[
-        Activations | None,
-        typer.Option(
-            help="The type of activations and scales. By default float16. With a scheme it is that of its activations: "
-            "fp8 takes float8_e5m2, too."
-        ),
-    ] = None,
-    zeros: Annotated[Zeros, typer.Option(help="The type of the zeros. none is for symmetric weights.")] = Zeros.none,
-    m: Annotated[
-        list[int] | None,
-        typer.Option("--m", help="A number of rows of activations. It can be repeated. By default all that are kept."),
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="cuda|cuda:N", help="The GPU.")] = "cuda",
-    scheme: Annotated[
-        EightBitSchemes | None,
-        typer.Option(help="A scheme with activations of 8 bits, in place of bits, group size and zeros."),
-    ] = None,
-) -> None:
-    """Measure the kernels for products with weights of these shapes; these products use the fastest from then on.
-
-    The winners are kept in the user's cache folder; QCUTLASS_CACHE_DIR names another.
-    """
-    import torch
-
-    from qcutlass.products.tuned_plans import BUCKETS, cache_folder
-    from qcutlass.tuning.tuner import tune as tune_shapes
-
-    try:
-        found = tune_shapes(
-            [_shape(text) for text in shapes],
-            ms=BUCKETS if m is None else m,
-            bits=int(bits.value),
-            group_size=group_size,
-            dtype=None if dtype is None else getattr(torch, dtype.value),
-            zero_dtype=None if zeros is Zeros.none else getattr(torch, zeros.value),
-            device=device,
-            scheme=None if scheme is None else _scheme(scheme),
-        )
-    except TypeError as error:  # types are values of options here
-        raise ValueError(error) from error
-    except RuntimeError as error:  # of torch, where the GPU fails
-        raise _failed(error) from error
-    console = _console()
-    console.print(_tuning_table(found))
-    console.print(markup(f"kept in {cache_folder()}"), soft_wrap=True)
-
-
-def _scheme(name: EightBitSchemes) -> Scheme:
-    from qcutlass.schemes import FP8, W8A8, Blockwise
-
-    schemes: dict[EightBitSchemes, Scheme] = {
-        EightBitSchemes.w8a8: W8A8(),
-        EightBitSchemes.fp8: FP8(),
-        EightBitSchemes.blockwise_int8: Blockwise(),
-        EightBitSchemes.blockwise_fp8: Blockwise(type="fp8"),
-    }
-    return schemes[name]
-
-
-def _shape(text: str) -> tuple[int, int]:
-    n, _, k = text.partition("x")
-    if not (n.isdecimal() and k.isdecimal()):
-        raise ValueError(f"shapes: expected NxK, say 4096x14336, got {text!r}")
-    return int(n), int(k)
-
-
-def _tuning_table(found: Sequence[TunedProduct]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, caption="untuned: microseconds of the cost model's choice")
-    table.add_column("layer", overflow="fold")
-    table.add_column("M", justify="right")
-    table.add_column("tactic", overflow="fold")
-    for heading in ("split", "us", "untuned", "gain", "measured"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for product in found:
-        plan = product.plan
-        times = f"{plan.microseconds:.1f}", f"{product.untuned.microseconds:.1f}", f"{product.gain:.2f}"
-        table.add_row(
-            markup(str(product.layer)),
-            str(product.m),
-            markup(plan.tactic),
-            str(plan.split_k),
-            *times,
-            str(product.measured),
-        )
-    return table
 
 
 @app.command()
@@ -458,6 +331,7 @@ def _inspection_table(found: FolderSummary) -> Table:
     return table
 
 
+tuning.register(app)
 quantizing.register(app)
 running.register(app)
 chatting.register(app)
