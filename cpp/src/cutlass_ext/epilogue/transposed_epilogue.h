@@ -84,8 +84,8 @@ class TransposedEpilogue {
   /// A thread stays with its channels and goes from row to row; threads that make no whole row have none.
   CUTLASS_DEVICE int first_row() const { return thread_ < kRowStep * kVectors ? thread_ / kVectors : kTokens; }
 
-  /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time, fragment[8 m + ..] = D[channel 8m +
-  /// g][token 2t + i]. CUTLASS has no store iterator to go with it.
+  /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time: fragment[i * kOctets + m] is the sum
+  /// of channel 8m + g and token 2t + i. CUTLASS has no store iterator to go with it.
   using FragmentIterator =
       warp::FragmentIteratorTensorOp<WarpShape, gemm::GemmShape<16, 8, 16>, Sum, Array<Sum, 4>, layout::ColumnMajor>;
 
