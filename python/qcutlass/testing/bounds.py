@@ -258,11 +258,20 @@ def bound(ref: Reference, *, splits: int = 1) -> Tensor:
     """Oracle T: the largest error of a correct product, element by element.
 
     Without bias and activation it is u*|ref|*(1 + 2^-7) + 2^-23*(K/8 + 16 + splits)*(|ref| + 4Q) + 2^-25, with u the
-    unit roundoff of the output and Q = `ref.spread` (`EightBitReference` has another middle term). A bias adds its own
-    fp32 rounding; an activation multiplies the error of its argument by its largest slope and adds 2^-22 of the
-    argument for its evaluation in fp32. A gate multiplies the error of either factor by the other factor, adds the
-    product of both, and the rounding of its own product; a residual adds that of its sum. Where the product is rounded
-    before them, these are the errors of the rounded product, and what a gate gives is rounded before a residual.
+    unit roundoff of the output and Q = `ref.spread` (`EightBitReference` has another middle term):
+
+    * The first term is the rounding of the output.
+    * The second is the fp32 sum. Tensor cores add at least 8 products at a time to the accumulator and truncate once,
+      which loses up to 2^-23 of the partial sum: K/8 times along K, at most 16 times more for the slices of a block
+      that the epilogue adds, and once for each split. With terms of independent signs a partial sum is at most about
+      |ref| + 4Q in size. The CPU adds one product at a time, but rounds to nearest, so its K errors largely cancel.
+    * The last is half of fp16's smallest subnormal.
+
+    A bias adds its own fp32 rounding. An activation multiplies the error of its argument by its largest slope and adds
+    2^-22 of the argument for its evaluation in fp32. A gate multiplies the error of either factor by the other factor,
+    and adds the product of both errors and the rounding of its own product. A residual adds the rounding of its sum. If
+    the product is rounded before gate and residual, as on GPUs, the errors are those of the rounded product, and the
+    result of a gate is rounded again before a residual.
 
     Args:
         ref: what `reference` returned.
