@@ -43,9 +43,9 @@ def replace_linear(
     attention), and layers whose owner's code reads their weights itself (those directly in a
     `torch.nn.TransformerEncoderLayer`, `wo` of T5, some of Mamba's). A layer with several names is quantised once. With
     `WeightOnly`, modules with all experts of a block become `qcutlass.layers.QuantExperts`, in Mixtral, Qwen2-MoE,
-    Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 and gpt-oss of transformers 5; with other schemes, and in other models, experts
-    stay as they are. All new layers are made before the first one is put in. So an error changes nothing, but old and
-    new weights are in memory together.
+    Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 and gpt-oss of transformers 5. With other schemes, and in other models,
+    experts stay as they are. All new layers are made before the first one is put in. So an error changes nothing, but
+    old and new weights are in memory together.
 
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
