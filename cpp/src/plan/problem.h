@@ -148,8 +148,8 @@ struct Operand {
   int64_t group = 0;
   int64_t super_block = 0;  ///< columns that share a number of the second level; 0: scales have one
   DType scale_type = DType::kNone, zero_type = DType::kNone;  ///< the latter also of minimums
-  /// Kernels read rows in whole vectors: those that do not lie so, or are not stored as they are multiplied, are
-  /// copied.
+  /// Whether the launch copies the operand first. Kernels read rows in whole vectors, so rows that are not aligned are
+  /// copied, and so are activations that have to be permuted or scaled.
   bool copied = false, copied_scales = false, copied_zeros = false, copied_supers = false;
 };
 

@@ -112,8 +112,8 @@ class OperandProducer {
     int place = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int left = stages; left > 0; --left) {
-      // Parities tell a phase from the next one alone. So those that have no row of a stage wait for it, too, and say
-      // so, by arrivals: a stage is full when none of the warps can miss the phase before it any more.
+      // A barrier's parity tells a phase only from the next one. So a warp waits, and all its lanes arrive, even for a
+      // stage of which it has no row: a stage is full only when no warp can miss a phase any more.
       barriers_.empty[place].wait(~phases_ >> place & 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (; until_mine_ * rows < kRows; until_mine_ += kOperandWarps)
