@@ -32,7 +32,7 @@ _STORED: Final[dict[str, type[QuantLinear]]] = {}
 
 
 class InputCodes(NamedTuple):
-    """How a layer quantises its input, symmetrically and as it comes: what makes it may do so in the same pass.
+    """How a layer quantises its input, without zero points and smoothing: the operator that makes the input can do it.
 
     Attributes:
         dtype: of the codes.
@@ -216,7 +216,9 @@ class QuantLinear(PackedModule):
             activation: to be fused, as for `from_linear`.
 
         Returns:
-            The layer, on the CPU: a `WeightOnlyLinear`; for W8A8 an `Int8Linear`, for fp8 activations an `Fp8Linear`.
+            The layer, on the CPU: a `WeightOnlyLinear`; for W8A8 an `Int8Linear`, for fp8 weights and activations an
+            `Fp8Linear`, for 4-bit weights with 8-bit activations an `Int4Linear`, for blocks of a converted folder a
+            `BlockwiseLinear`.
 
         Raises:
             ValueError: no layer has this name, or its weights are not quantised.
