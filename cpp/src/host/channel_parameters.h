@@ -73,8 +73,8 @@ struct ChannelParameters {
 
   /// Loads groups [first, first + count) of some strips, to [group][strip]. It is for callers that spend much of their
   /// time on loading; inlined into a product of many rows its branches cost more than they save. It goes row by row,
-  /// because the addresses of rows may differ by a multiple of a power of two, so that the first-level cache holds few
-  /// rows at once. `Numbers`: a class of channel_numbers.h. `implied`: whether to write implied offsets.
+  /// because the addresses of rows may differ by a multiple of a large power of two, so that the first-level cache
+  /// holds few rows at once. `Numbers`: a class of channel_numbers.h. `implied`: whether to write implied offsets.
   template <class Numbers>
   static QCUTLASS_INLINE void load(WeightArguments const& weights, StripRange strips, int64_t first, int64_t count,
                                    bool implied, ChannelParameters* groups) {

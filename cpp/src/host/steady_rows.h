@@ -29,7 +29,7 @@ class SteadyRows {
   void multiply(MultiplyStrip multiply, int64_t strip, float* sums) const;
 
   /// The same for several objects, all of most() rows but the last, to sums [parts][most()][16] of zeros. The bits are
-  /// the same; weights are dequantised only once, if FewRows serves them.
+  /// the same. If FewRows serves the weights, all objects of most() rows share one dequantisation.
   static void multiply(std::vector<SteadyRows const*> const& parts, MultiplyStrip multiply, int64_t strip, float* sums);
 
  private:

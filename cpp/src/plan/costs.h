@@ -16,7 +16,7 @@ struct MmaSyncCosts {
   double kernel = 0;   ///< microseconds: launch, first bytes, last stores
   double output = 0;   ///< microseconds of the epilogue, per output of a block and slice of k
   double strip = 0;    ///< clocks of loading a strip's fragment for a step, beside what conversions take
-  double reread = 0;   ///< share of the bytes that several blocks read which comes from DRAM more than once
+  double reread = 0;   ///< share of the bytes that blocks read again which comes from DRAM again
 };
 
 /// Costs of a main loop of wgmma; its times have a form of their own: see cost_model.cc.

@@ -10,9 +10,9 @@ namespace qcutlass {
 inline constexpr int kMostWgmmaCluster = 6;
 
 /// Batch of kWgmmaRs: k steps from one wait for MMAs to the next. Two batches' operands A must fit the registers beside
-/// the sums, so large tiles have short batches. Up to 192 tokens a stage has two batches, since its MMAs are too short
-/// to hide the look-up of fine groups' scales. 4-by-8-bit products take all steps of a stage, as the sums of a group
-/// leave the MMAs after it.
+/// the sums, so tiles of 256 channels and more than 64 tokens have short batches. Up to 192 tokens a stage has at least
+/// two batches, since its MMAs are too short to hide the look-up of fine groups' scales. 4-by-8-bit products take all
+/// steps of a stage, as the sums of a group leave the MMAs after it.
 constexpr int wgmma_batch(Tactic const& t, Packing packing) {
   if (packing == Packing::kW4A8) return t.stage_k(packing) / step_k(packing);
   if (t.channels == 256 && t.tokens > 64) return t.tokens > 96 ? 1 : 2;

@@ -16,8 +16,8 @@
 namespace qcutlass {
 namespace {
 
-/// The numbers of blocks that may share k, for mma.sync. Clusters of other sizes than powers of two leave SMs of a
-/// group (GPC) idle.
+/// The numbers of blocks that may share k, for mma.sync. A cluster lies in one group of SMs (GPC); sizes between powers
+/// of two fit these groups badly.
 constexpr std::initializer_list<int> kSplits = {1, 2, 4, 8, 16};
 /// The same for wgmma. With one block an SM powers of two often leave many SMs idle; 3, 5 and 6 fill more of them.
 constexpr std::initializer_list<int> kWgmmaSplits = {1, 2, 3, 4, 5, 6, 8};
@@ -57,10 +57,10 @@ bool split_pays(Problem const& problem, DeviceTraits const& device, Tactic const
   return count <= device.sm_count && count * split_k <= int64_t(device.sm_count) * resident_blocks(problem, device, t);
 }
 
-/// Whether blocks of the next launch, if they start early, could pile up on some SMs while others idle. That happens if
-/// this launch leaves room for several blocks on an SM. Measured: early starts cost such launches up to half, and save
-/// 1 to 2 us in all others. Streaming blocks wait for memory most of the time, so for them four blocks must fit where
-/// one is needed.
+/// Whether blocks of the next launch, if they start early, could pile up on some SMs while others idle. This is taken
+/// to be so if launch bounds allow several blocks an SM, and all blocks of this launch run at once. Streaming blocks
+/// wait for memory most of the time; for them, it is so if an SM has room for four times as many blocks as it gets.
+/// Measured: early starts cost such launches up to half, and save 1 to 2 us in all others.
 bool piles_up(Problem const& problem, DeviceTraits const& device, Tactic const& t, int split_k) {
   int64_t const blocks = tiles(problem, t) * split_k;
   if (t.mainloop == Mainloop::kStream)

@@ -40,14 +40,14 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
               codes, or with groups that are no multiple of 16 columns, stay as they are.
             * "int8", on a GPU: layers of 4-bit codes with integer zeros, or none, become `Int4Linear`s (`gemm_w4a8`).
             * "fp8": the same layers become `Int4Linear`s of e4m3 activations, and layers of e4m3 weights with scales of
-              square blocks become `BlockwiseLinear`s (`fp8_gemm`). If a GPU has no kernel for a layer, the layer stays
-              as it is, and a warning says so.
+              square blocks become `BlockwiseLinear`s (`fp8_gemm`).
             * "none": as None; and layers whose input is quantised (`Int8Linear`, `Fp8Linear`, `BlockwiseLinear`,
               `Int4Linear`) become weight-only layers with the same codes and scales.
 
-            Replaced layers do not come back: load the model again for the former ones. Fuse layers after this call, not
-            before. Layers are replaced one after the other: codes of 4 bits stay where they are in memory; of others,
-            one layer's are in memory twice.
+            If a GPU has no kernel for a new layer, the former one stays, and a warning says so. Replaced layers do not
+            come back: load the model again for the former ones. Fuse layers after this call, not before. Layers are
+            replaced one after the other: codes of 4 bits stay where they are in memory; of others, one layer's are in
+            memory twice.
 
     Returns:
         Names of the layers that do as asked; with "none", of those that have changed. Empty if a GPU has no kernel for

@@ -32,7 +32,9 @@ _STORED: Final[dict[str, type[QuantLinear]]] = {}
 
 
 class InputCodes(NamedTuple):
-    """How a layer quantises its input, without zero points and smoothing: the operator that makes the input can do it.
+    """How a layer quantises its input as it comes, without zero points, smoothing or another order of columns.
+
+    The operator that makes the input can do this in the same pass.
 
     Attributes:
         dtype: of the codes.

@@ -65,7 +65,7 @@ def gemm(
     bits are those of separate operators (`torch.ops.qcutlass.silu_mul`, a sum).
 
     From sm_90 on, a product may start to read its weights while the kernel before it in the stream is still running,
-    if an earlier product has read the same weights. Weights may be rewritten in place between products, except by a
+    unless a kernel of qcutlass has just written them. Weights may be rewritten in place between products, except by a
     kernel that lets its successor start early (programmatic dependent launch); torch's kernels do not.
 
     Args:

@@ -261,10 +261,10 @@ def bound(ref: Reference, *, splits: int = 1) -> Tensor:
     unit roundoff of the output and Q = `ref.spread` (`EightBitReference` has another middle term):
 
     * The first term is the rounding of the output.
-    * The second is the fp32 sum. Tensor cores add at least 8 products at a time to the accumulator and truncate once,
-      which loses up to 2^-23 of the partial sum: K/8 times along K, at most 16 times more for the slices of a block
-      that the epilogue adds, and once for each split. With terms of independent signs a partial sum is at most about
-      |ref| + 4Q in size. The CPU adds one product at a time, but rounds to nearest, so its K errors largely cancel.
+    * The second is the error of the fp32 sum: 2^-23 of a partial sum, which tensor cores may lose by truncating, for
+      each of K/8 + 16 + splits additions. These are one for every eight products, one for each slice of a block (up to
+      16) and one for each split. |ref| + 4Q stands for the size of partial sums of terms that do not conspire. So it
+      is a bound for random data, not for the worst case.
     * The last is half of fp16's smallest subnormal.
 
     A bias adds its own fp32 rounding. An activation multiplies the error of its argument by its largest slope and adds

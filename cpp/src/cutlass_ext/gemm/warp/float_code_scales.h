@@ -8,9 +8,10 @@
 namespace cutlass::gemm::warp {
 
 /// What small numbers of e2m1 are multiplied by: scales times Codes::kUnit (2^14 or 2^126), two 16-bit halves at once.
-/// For a scale of 2 and more the product would overflow. It becomes two factors, the second of which is its rest: the
-/// scale and the unit, or, for powers of two in fp16, half of the scale and 2^15. Scales of each type are a struct: how
-/// they are `Stored`, the bits `kLarge` that tell those of 2 and more, and what they become.
+/// For a scale of 4 and more the product would overflow. All scales of 2 and more, which one bit tells, become two
+/// factors, the second of which is the rest: the scale and the unit, or, for powers of two in fp16, half of the scale
+/// and 2^15. Scales of each type are a struct: how they are `Stored`, the bits `kLarge` that tell those of 2 and more,
+/// and what they become.
 template <class Element>
 struct SmallNumberScales {
   using Codes = arch::FloatCodes<Element, qcutlass::Packing::kE2M1A16>;
