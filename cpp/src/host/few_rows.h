@@ -18,7 +18,7 @@ class FewRows {
   static bool serves(WeightArguments const& weights, int64_t m);
 
   /// `activations`: [m][k], in the order of the codes' columns. `steady`: a row's sums have the same bits whatever m
-  /// is; the class then pays for fewer rows than otherwise.
+  /// is, which costs time with few rows.
   FewRows(WeightArguments const& weights, float const* activations, int64_t m, bool steady = false);
 
   /// Rows of sums: m, or some more, which are padding.

@@ -38,7 +38,7 @@ class TransposedEpilogue {
 
   /// Calls output(token within the tile, sums of 8 channels) for every token of the tile. If `blocks` > 1 blocks of a
   /// cluster share k, it does so for this block's share of the tokens, with the sums of all blocks. Otherwise it calls
-  /// output for kTogether rows of a thread at a time, so that the work of long output operators overlaps.
+  /// output for kTogether rows of a thread at a time, unrolled, for output operators with much work.
   template <int kTogether = 1, class Output>
   CUTLASS_DEVICE void run(typename Mma::FragmentC const& accumulators, int blocks, int rank, Output const& output) {
     CUTLASS_PRAGMA_UNROLL
