@@ -143,20 +143,20 @@ def int8_addmm(
         a: int8 `[..., K]`, M rows in all. Unit stride along K avoids a copy.
         a_s: float32 `[..., ceil(K / block_size)]`, or with one leading dimension of M.
         b: int8 `[N, K]`, which is packed at each call; or packed, `[ceil(N/16), ceil(K/32), 32, 16]`, by
-            `preprocess_weights(b, 8, activations="int8")`: the faster way by far for weights that are used again.
-        b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`; or those of a gate's blocks, then of up's, `[2,
-            ceil(N / 2 / block_size), ceil(K / block_size)]`, where their channels lie in turns of 16, N a multiple of
-            32: from `interleave_gate_up`.
+            `preprocess_weights(b, 8, activations="int8")`, which is much faster for weights that are used again.
+        b_s: float32 `[ceil(N / block_size), ceil(K / block_size)]`. If `interleave_gate_up` has put the channels of
+            gate and up into turns of 16 (N is a multiple of 32): `[2, ceil(N / 2 / block_size), ceil(K / block_size)]`,
+            the gate's scales, then up's.
         bias, tactic, split_k, batch_invariant, residual: as for `qcutlass.gemm`.
-        activation: as for `qcutlass.gemm`. With a gate `b` and `b_s` are `interleave_gate_up(gate, up)` of two that are
-            quantised apart, each with its scales; or what it has put in turns is quantised then.
+        activation: as for `qcutlass.gemm`. With a gate, pass `b, b_s = interleave_gate_up(gate, up)` of two matrices
+            that are quantised separately, or interleave the float weights and quantise the result.
         out_dtype: float16, bfloat16 or float32.
         block_size: 32, 64 or 128, of both operands.
         n: N of packed weights. None: that of `bias`, else every channel that was packed, a multiple of 16.
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
 
     Returns:
-        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+        `[..., N]` of type `out_dtype`, or `[..., N / 2]` with a gate; `out` if it was given. Bitwise repeatable.
 
     Raises:
         TypeError, ValueError, RuntimeError, UnsupportedError: as for `qcutlass.gemm`.
@@ -194,11 +194,10 @@ def fp8_gemm(
 ) -> Tensor:
     """Multiplies e4m3 activations by e4m3 weights whose blocks have scales of their own: fp8 as DeepSeek-V3 has it.
 
-    The product of `int8_addmm`, whose inner sums, of the products of a block of columns, are here in fp32: products of
-    two e4m3 numbers are exact there, and each block's sum is scaled and added to that of the blocks before it. On the
-    CPU a block's sum is that of its runs of 32 columns in turn; the order inside a run depends on the number of rows.
-    Kernels for compute capability 9.0 add the products of a block with some 14 bits beside the largest, those for 8.9
-    in fp32.
+    The formula of `int8_addmm`, with inner sums (of the products of a block of columns) in fp32, where products of two
+    e4m3 numbers are exact. Each block's sum is scaled and added to the blocks before it. The CPU sums a block in runs
+    of 32 columns, one run after the other; the order inside a run depends on the number of rows. Kernels for compute
+    capability 9.0 keep some 14 bits of a block's sum, relative to its largest product; those for 8.9 add in fp32.
 
     Args:
         a: float8_e4m3fn `[..., K]`, M rows in all, from `fp8_act_quant`. Unit stride along K avoids a copy.
@@ -211,7 +210,7 @@ def fp8_gemm(
         n, bias, activation, block_size, out, tactic, split_k, batch_invariant, residual: as for `int8_addmm`.
 
     Returns:
-        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+        `[..., N]` of type `out_dtype`, or `[..., N / 2]` with a gate; `out` if it was given. Bitwise repeatable.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `int8_addmm`.
@@ -300,8 +299,8 @@ def int8_addmm_quant(
 ) -> tuple[Tensor, Tensor]:
     """`int8_addmm` whose output is quantised where it is computed, and never written in floating point.
 
-    What `act_quant(int8_addmm(..., out_dtype=torch.float32), out_block_size)` gives, but for codes that lie between two
-    neighbours up to the error of the fp32 sums.
+    The result is that of `act_quant(int8_addmm(..., out_dtype=torch.float32), out_block_size)`, except for codes whose
+    quotient lies so close to the middle of two codes that the error of the fp32 sums decides.
 
     Args:
         a, a_s, b, b_s, bias, activation, block_size, n, tactic, split_k, batch_invariant: as for `int8_addmm`, but that

@@ -91,17 +91,18 @@ def experts(
     * "swigluoai": `gate * sigmoid(alpha * gate) * (up + 1)` with gate at most `limit` and up in [-limit, limit], that
       of OpenAI's gpt-oss.
 
-    Gate and up are rounded to the type of `x` before it, but on the CPU where the product computes it, too: without
-    `limit` and `alpha`, for I a multiple of 16, gate before up.
-    Activations and sums are computed in fp32 and rounded once; the k results of a token are added in the order of its
-    slots. A token's result depends neither on other tokens nor on how often it is computed, on CUDA as long as the
-    products' tactics are the same (they are chosen by T), or where they are `batch_invariant`.
+    The first product computes `act` in its epilogue if there are no `limit` and `alpha`, I is a multiple of 16, and all
+    of gate lies before up; otherwise a separate kernel does. Gate and up are rounded to the type of `x` before `act`,
+    except on the CPU if the product computes it. Activations and sums are computed in fp32 and rounded once; the k
+    results of a token are added in the order of its slots. A token's result does not depend on other tokens, and
+    repeats bit for bit; on CUDA, as long as the products' tactics are the same (they are chosen by T), or with
+    `batch_invariant`.
 
-    Memory beside the output is at most 1 GiB, or that of one token where this takes more; more tokens are computed in
-    equal parts, one after the other. Of R = k * tokens rows each takes 12 bytes, and I + H elements of the type of `x`,
-    or 2 I + max(I, H) where the product leaves gate and up; with `perm`, on a GPU, 12 bytes a column of that product
-    and 32 besides. Copies of operands whose rows are no multiples of 16 bytes are not counted. Nothing waits for the
-    GPU, so that CUDA graphs can be captured.
+    Memory beside the output is at most 1 GiB, or that of one token if this takes more; more tokens are computed in
+    equal parts, one after the other. Each of the R = k * tokens rows takes 12 bytes, and I + H elements of the type of
+    `x`, or 2 I + max(I, H) if the product does not compute `act`; with `perm`, on a GPU, 12 bytes a column of that
+    product and 32 besides. Copies of operands whose rows are no multiples of 16 bytes are not counted. The host never
+    waits for the GPU, so CUDA graphs can be captured.
 
     Args:
         x: `[T, H]`. float16 or bfloat16 on CUDA; these or float32 on the CPU.

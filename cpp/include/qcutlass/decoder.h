@@ -44,7 +44,7 @@ struct GateArguments {
   void* out = nullptr;  ///< written: [rows, columns], no gaps
 };
 
-/// Heads of tokens: x, [batch, tokens, heads, size], and where what is made of them goes; unit stride along a head.
+/// Heads of tokens, [batch, tokens, heads, size]: the input x and its output, each with unit stride along a head.
 struct RotaryHeads {
   int64_t heads = 0;
   void const* x = nullptr;
@@ -74,8 +74,8 @@ struct RotaryArguments {
   int64_t angle_token_stride = 0;
   DType norm_type = DType::kNone;
   float eps = 0.0f;  ///< of the norms
-  /// [1]: the token of the outputs of keys and values that the first one goes to; nullptr: 0. Tokens from `room` on,
-  /// and those before 0, are not written.
+  /// [1]: where keys and values of the first token are written, as an index of tokens in their outputs; nullptr: 0.
+  /// Later tokens follow. Tokens whose index is negative, or `room` or more, are not written.
   int64_t const* place = nullptr;
   int64_t room = 0;
 };
@@ -92,9 +92,9 @@ void rotate(RotaryArguments const& arguments, int threads);
 
 namespace cuda {
 
-/// Launch on `stream` of the current device, for arguments that were checked. The kernel behind each in the stream may
-/// start as soon as it has, beside the kernels before it, too: of products see GemmArguments::settled. Safe under graph
-/// capture.
+/// Launch on `stream` of the current device, for arguments that were checked. The next kernel in the stream may start
+/// as soon as one of these has started, and so run beside this kernel's predecessors, too: for products see
+/// GemmArguments::settled. Safe under graph capture.
 void add_rms_norm(NormArguments const& arguments, void* stream);
 void gate(GateArguments const& arguments, void* stream);
 void rotate(RotaryArguments const& arguments, void* stream);

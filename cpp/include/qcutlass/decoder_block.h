@@ -1,5 +1,5 @@
-// One token of each sequence through a decoder block of Llama's kind. On the host, where calls of every product and
-// norm, from Python, take as long as the small ones themselves.
+// Takes one token of each sequence through a decoder block of Llama's kind, on the host. There, calling every product
+// and norm from Python would take as long as computing the small ones.
 #pragma once
 
 #include <cstdint>

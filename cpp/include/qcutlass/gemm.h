@@ -2,20 +2,21 @@
 //
 // Weight-only: out[m, n] = activation(sum_k a'[m, k] * w[n, k] + bias[n]) + residual[m, n], fp32 accumulation.
 //
-//   a'[m, k] = round_to_a_type(a[m, p] * act_scale[p]),  p = perm ? perm[k] : k      (act_scale: in the columns' own
-//   order)
+//   a'[m, k] = round_to_a_type(a[m, p] * act_scale[p]),  p = perm ? perm[k] : k
+//
+// act_scale is indexed by columns of a, that is, before perm.
 //
 // With int8_activations a' is then quantised in blocks of 32 columns kb, and meets exact sums of codes:
 //
 //   a'[m, k] ~ a_q[m, k] * scale[m, kb],  scale = max |a'[m, k in kb]| / 127,  a_q = round(a' / scale)
 //
-// With a gate channels come in pairs g, u: out[m, n] = activation(sum_g + bias[g]) * (sum_u + bias[u]) + residual.
-// Whatever follows the sums is computed in fp32. On the host it is rounded once; on GPUs sums are rounded before a
-// gate, too, and values before a residual: the bits are those of separate operators.
+// With a gate, channels come in pairs g, u: out[m, n] = activation(sum_g + bias[g]) * (sum_u + bias[u]) + residual.
+// Everything after the sums is computed in fp32. The host rounds once. GPUs also round sums before a gate, and values
+// before a residual, so that their bits are those of separate operators.
 //
-// 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3): out[m, n] = activation(sum * a_scale[m] + bias[n]) +
-// residual, with
+// 4 by 8 bits (Packing::kW4A16 with a_type int8 or fp8 e4m3):
 //
+//   out[m, n] = activation(sum * a_scale[m] + bias[n]) + residual
 //   sum = sum_g scale[g, n] * sum_{k in group g} a[m, k] * (code[n, k] - zero[g, n])
 //
 // in fp32, where inner sums of int8 over up to 512 k are exact if groups are multiples of 16 or one a channel.
@@ -24,15 +25,15 @@
 //
 //   sum = sum_k (a[m, k] - azp[m]) * w[n, k]      int8: exact in int32; fp8: fp32 accumulation, no azp
 //
-// evaluated in fp32 from the left (the bias may be added in a fused step), rounded once. Kernels for sm_90a accumulate
-// fp8 in fp32 from sums of 128 k, of which their MMAs keep some 14 bits. int32 outputs are the sums
-// themselves.
+// evaluated in fp32 from the left (the bias may be added in a fused step), rounded once. Kernels for sm_90a add fp8
+// sums of 128 k in fp32; their MMAs keep some 14 bits of each such sum. int32 outputs are the sums themselves.
 //
 // Blockwise (the same weights; BlockScales): out[m, n] = activation(sum + bias[n]) + residual, fp32 accumulation, with
 //
 //   sum = sum_kb (sum_{k in block kb} a[m, k] * w[n, k]) * a_scale[m, kb] * w_scale[n / size, kb]
 //
-// whose inner sums are exact in int32, of e4m3 in fp32. Outputs of int8 may be quantised, QuantizedOutput.
+// with inner sums that are exact in int32 (int8), or rounded in fp32 (e4m3). int8 products may quantise their output:
+// see QuantizedOutput.
 #pragma once
 
 #include <cstddef>
@@ -84,11 +85,13 @@ struct QuantizedOutput {
 inline constexpr int64_t kMaxInt8K = (int64_t(1) << 31) / (128 * 128) - 1;
 static_assert(kMaxInt8K == 131071);
 
-/// Matrices of weights side by side, each for rows of its own: the experts of a mixture. Those of one follow another's:
-/// packed [count][packed_bytes(n, k)], scales, zeros, minimums [count][groups][n], a global scale, bias [count][n].
+/// The matrices of a mixture's experts, each of which multiplies rows of its own. Every operand lists the experts one
+/// after the other: packed [count][packed_bytes(n, k)], scales, zeros, minimums [count][groups][n], global scale
+/// [count], bias [count][n].
 ///
-///   out[r, n] = activation(sum_k a[rows[r], k] * w[e, n, k] + bias[e, n]) * row_scale[r],  offsets[e] <= r < offsets[e
-///   + 1]
+///   out[r, n] = activation(sum_k a[rows[r], k] * w[e, n, k] + bias[e, n]) * row_scale[r]
+///
+/// for offsets[e] <= r < offsets[e + 1].
 ///
 /// With a gate, Gate::kHalves, out has n / 2 columns: activation(y[r, i]) * y[r, n / 2 + i] with y = sum + bias, which
 /// GPUs round to the type of a before.
@@ -128,9 +131,9 @@ struct GemmArguments {
   SumScales sums;
   BlockScales blocks;  ///< of blockwise products, instead of sums
   QuantizedOutput quantized;
-  /// No kernel that the launch may run beside writes the weights, scales or zeros: neither the one that precedes it in
-  /// its stream nor, where that is one of decoder.h or quantize.h, the one before, and so on. They may be read while
-  /// these end.
+  /// No kernel that may still run when the launch starts writes the weights, scales or zeros, so the launch may read
+  /// them early. Such kernels are the launch's predecessor in the stream and, if that is a kernel of decoder.h or
+  /// quantize.h (which start early themselves), the predecessor of that one, and so on.
   bool settled = false;
   void* workspace = nullptr;  ///< workspace_bytes() bytes, 16-byte aligned, contents undefined before and after
   size_t workspace_bytes = 0;

@@ -103,9 +103,9 @@ void gelu_blocks(BlockArguments const& arguments, int threads);
 namespace cuda {
 
 /// The same on the device that `stream` belongs to, which must be current; pointers are device pointers. The value of
-/// given_azp is not checked. Of blocks int8 and float8_e4m3 codes: Unsupported for others. Gated, float8_e4m3 alone;
-/// the same but for an error of SiLU(x) of up to 2^-20 |x|. The kernel behind it in the stream may start as soon as it
-/// has, beside the kernels before it, too: of products see GemmArguments::settled.
+/// given_azp is not checked. With blocks, codes are int8 or float8_e4m3; Unsupported for others. With `gated`, they are
+/// float8_e4m3, and SiLU(x) errs by up to 2^-20 |x|. The next kernel in the stream may start as soon as this one has
+/// started, and so run beside this kernel's predecessors, too: for products see GemmArguments::settled.
 void quantize(QuantizeArguments const& arguments, void* stream);
 /// The same bits.
 void dequantize_blocks(BlockArguments const& arguments, void* stream);

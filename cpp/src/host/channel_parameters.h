@@ -71,10 +71,10 @@ struct ChannelParameters {
     apply_global_scale(weights, *this);
   }
 
-  /// Loads groups [first, first + count) of some strips, [group][strip]: for callers to which loading is a large part
-  /// of the work. Inlined beside a product of many rows its branches cost more than they save. Row by row: rows lie a
-  /// power of two apart where that divides n, so that few of them are in the first-level cache at once. `Numbers`: a
-  /// class of channel_numbers.h. `implied`: whether to write implied offsets.
+  /// Loads groups [first, first + count) of some strips, to [group][strip]. It is for callers that spend much of their
+  /// time on loading; inlined into a product of many rows its branches cost more than they save. It goes row by row,
+  /// because the addresses of rows may differ by a multiple of a large power of two, so that the first-level cache
+  /// holds few rows at once. `Numbers`: a class of channel_numbers.h. `implied`: whether to write implied offsets.
   template <class Numbers>
   static QCUTLASS_INLINE void load(WeightArguments const& weights, StripRange strips, int64_t first, int64_t count,
                                    bool implied, ChannelParameters* groups) {
@@ -87,8 +87,8 @@ struct ChannelParameters {
     for (int64_t i = 0; i < count * strips.count; ++i) apply_global_scale(weights, groups[i]);
   }
 
-  /// Asks for groups [first, first + count) of some strips. Those that lie a row of all channels apart no hardware
-  /// foresees, and of a strip's own only what follows the first ones.
+  /// Prefetches groups [first, first + count) of some strips. The hardware's prefetcher does not foresee groups that
+  /// are a row of all channels apart. Of groups that lie together it fetches all but the first ones by itself.
   static QCUTLASS_INLINE void prefetch(WeightArguments const& weights, StripRange strips, int64_t first,
                                        int64_t count) {
     for (GroupNumbers const& from : {GroupNumbers::scales_of(weights), GroupNumbers::offsets_of(weights)}) {

@@ -46,8 +46,8 @@ QCUTLASS_INLINE void apply_gate(Activation activation, int64_t count, float cons
   }
 }
 
-/// How channels are put together whose sums are finished together: some strips of 16, with a gate those of 16 gates and
-/// of what they multiply, which of halves lie far apart.
+/// Parts: strips whose sums are finished together. Without a gate a part is some neighbouring strips. With a gate it is
+/// two strips, of 16 gate channels and of the 16 that they multiply; with Gate::kHalves these lie n / 2 channels apart.
 class Parts {
  public:
   /// `width`: channels of a part without a gate.
@@ -70,7 +70,7 @@ class Parts {
   bool halves_;
 };
 
-/// What follows the sums of a part, row by row: the one place where the host finishes outputs.
+/// Finishes the sums of a part, row by row. All products of the host finish their outputs here.
 class Epilogue {
  public:
   static constexpr int64_t kMostChannels = 128;  ///< of a part

@@ -6,9 +6,9 @@
 //
 //   sum = sum_r (sum_k code[n, k] * a_q[m, k] * w_scale[g, n] - minimum[g, n] * sum_k a_q[m, k]) * a_scale[m, r]
 //
-// A run is a block of activations (quantized_rows.h), or a step where a block may belong to two groups g; of the
-// caller's activations, whose scales follow, as many columns of a group as possible. The inner sum is an exact integer
-// where zeros are; the rest is fp32.
+// For activations that are quantised here, a run is a block of them (quantized_rows.h), or a step if a block may belong
+// to two groups g. For activations that the caller has quantised, whose scale multiplies the finished sum, a run is as
+// many columns of a group as possible. The inner sum is an exact integer if zeros are integers; the rest is fp32.
 #pragma once
 
 #include <cstdint>

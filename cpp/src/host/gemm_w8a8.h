@@ -6,7 +6,7 @@
 
 namespace qcutlass::host {
 
-/// `kernels`: of int8.
+/// The product of arguments of Packing::kW8A8, which it checks. `kernels`: those for int8 activations.
 void gemm_w8a8(GemmArguments const& arguments, int threads, ByteKernels kernels = byte_kernels().back());
 
 }  // namespace qcutlass::host

@@ -40,7 +40,8 @@ class Crowding {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `others`: whether other processes' running threads leave no core but the caller's.
+  /// Whether the next loop should stay on its caller's thread. `others` tells whether threads of other processes leave
+  /// no core but the caller's.
   template <class Others = bool (*)()>
   static bool is_near(Clock::time_point now, Others const& others = others_fill_the_cores) {
     Clock::time_point const end = rest_end();
@@ -51,8 +52,8 @@ class Crowding {
     return true;
   }
 
-  /// To be told of each loop: when it began, when its caller had nothing left to do, and when the others had finished.
-  /// These have one range each to finish, an eighth of what each thread does (`parallel_for`).
+  /// Call it after each loop, with the times when the loop began, when the caller had no ranges left, and when all
+  /// threads had finished. At the second time each other thread has at most one range left, an eighth of its share.
   static void note(Clock::time_point begin, Clock::time_point own_end, Clock::time_point all_end) {
     auto const waited = all_end - own_end;
     if (waited <= kHeldUp || waited <= (own_end - begin) / 2) return;
@@ -61,16 +62,19 @@ class Crowding {
   }
 
  private:
-  /// A thread that loses its core has it back after a scheduler's slice of 1 to 4 ms. Interrupts are shorter.
+  /// A longer wait counts as a lost core. A thread that loses its core gets it back after a scheduler's slice of 1 to
+  /// 4 ms; interrupts are shorter.
   static constexpr std::chrono::microseconds kHeldUp{500};
-  /// So a loop in vain, of 4 ms, costs less than a tenth of the time.
+  /// How long the caller then computes alone. A loop that waits 4 ms in vain after each rest costs less than a tenth of
+  /// the time.
   static constexpr std::chrono::milliseconds kRest{50};
-  /// And less than 1 % where others stay, with the 10 to 15 ms that torch's threads spin on a core of others behind it.
-  /// All that is known of others is how many run, not where: so a loop is tried at times.
+  /// How long rests may be repeated while others stay, before a loop is tried again: the number of their threads is
+  /// known, but not their cores. A trial costs the slice, and 10 to 15 ms in which torch's threads spin on a core of
+  /// others: less than 1 % of the time.
   static constexpr std::chrono::seconds kLongestRest{5};
 
-  /// By what Linux says of the whole machine, without asking each core, less this process's own threads: those of torch
-  /// run, too, while they wait for its next product.
+  /// Linux's number of running threads on the whole machine, minus this process's own: torch's threads count as running
+  /// while they spin.
   static bool others_fill_the_cores() {
     std::ifstream file("/proc/loadavg");  // three averages, then running/all threads
     std::string average;

@@ -1,5 +1,5 @@
-// Activations of weight-only products, quantised to int8 in blocks of columns, and arranged as packed codes meet them;
-// and int8 activations of the caller's, arranged so.
+// Quantises activations of weight-only products to int8 in blocks of columns, and arranges them in the order of packed
+// codes. int8 activations of the caller are arranged in the same way.
 //
 //   scale = max |a'| of a block / 127 (1 for a block of zeros);   a_q = round(a' / scale), to nearest even
 //

@@ -1,4 +1,5 @@
-// A few rows of activations by weights, each row's sums being the same bits whatever the others are, and however many.
+// Multiplies a few rows of activations by weights, so that a row's sums have the same bits whatever the other rows are,
+// and however many they are.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +28,13 @@ class SteadyRows {
   /// multiply_strip() of the weights.
   void multiply(MultiplyStrip multiply, int64_t strip, float* sums) const;
 
-  /// The same for some in one go, all but the last of most() rows, to sums [parts][most()][16] of zeros: the same bits,
-  /// and less work, as weights are dequantised once where that can be.
+  /// The same for several objects, all of most() rows but the last, to sums [parts][most()][16] of zeros. The bits are
+  /// the same. If FewRows serves the weights, all objects of most() rows share one dequantisation.
   static void multiply(std::vector<SteadyRows const*> const& parts, MultiplyStrip multiply, int64_t strip, float* sums);
 
  private:
-  /// Where groups are not whole steps, rows of zeros make up this number: one way of adding then serves them all.
+  /// If groups are not whole steps, rows of zeros are added up to this number, so that one order of additions serves
+  /// all.
   static constexpr int64_t kPadded = 4;
 
   WeightArguments weights_;

@@ -110,7 +110,7 @@ double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t,
       warpgroup_outputs(t) / 128 * promotion * (kind.is_promoted() ? kStreamK / promoted_k(kind.mode) : 1);
   double slice = costs.slice + conversions * costs.convert;
   // The longer MMAs are, the better they hide conversions: by the square root of tokens, the form that the constants
-  // were fitted with. Not those by fp32, which take the time of theirs.
+  // were fitted with. Conversions in fp32 take their full time.
   if (t.mainloop == Mainloop::kWgmmaRs && !makes_operands(kind.packing, kind.mode))
     slice *= std::sqrt(64.0 / std::max(64, t.tokens));
   double const issued = warpgroups(t) * (slice + promotions);
@@ -178,8 +178,8 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
       static_cast<double>(p.m) * static_cast<double>(p.k * activation_size + p.n * size_of(p.output.type));
   double const in_flight = std::min(waves.resident, waves.busiest) * (stages_of(t, p.kind) - 1) * stage;
   double latency = is_wgmma(t.mainloop) ? model.costs.wgmma.latency : model.mainloop(t).latency;
-  // A place is requested anew when its warps are done with it; rings of two stages wait for that. What the constants of
-  // other modes were fitted to has it in them.
+  // A place of the ring is refilled when its warps are done with it, for which rings of two stages have to wait. Only
+  // native groups need this term: the fitted constants of other modes contain it.
   if (t.mainloop == Mainloop::kStream && t.stages == 2 && p.kind.mode == ScaleMode::kNative)
     latency += slice_clocks(p, model, t) / (model.clock * 1e3);
   double const from_l2 = stage - weight_bytes * (1 - 1.0 / waves.sharers);
@@ -214,9 +214,9 @@ double fixed(Model const& model, Tactic const& t, Waves const& waves, int split_
          waves.shared * 4 * split_k * passes / (model.l2 * 1e6);
 }
 
-/// What rows of experts take more. A block that has one tile finds it from their offsets (ExpertTiles); blocks that
-/// persist are told of theirs in time. And a kernel may bring the rows into order before: it reads and writes them.
-/// Times in us, fitted to measured ones of an H200 (8 and 128 experts).
+/// Additional time of products of experts: each block finds its tiles from the offsets (ExpertTiles), and for wgmma
+/// another kernel may copy the rows into the experts' order before, which reads and writes them once. The constants, in
+/// us, were fitted to times of an H200 with 8 and 128 experts.
 double experts(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
   constexpr double kFirst = 2, kTile = 0.8, kLaunch = 2;
   if (!p.grouped) return 0;

@@ -16,33 +16,33 @@ struct MmaSyncCosts {
   double kernel = 0;   ///< microseconds: launch, first bytes, last stores
   double output = 0;   ///< microseconds of the epilogue, per output of a block and slice of k
   double strip = 0;    ///< clocks of loading a strip's fragment for a step, beside what conversions take
-  double reread = 0;   ///< share of what blocks read again that comes through DRAM again
+  double reread = 0;   ///< share of the bytes that blocks read again which comes from DRAM again
 };
 
 /// Costs of a main loop of wgmma; its times have a form of their own: see cost_model.cc.
 struct WgmmaCosts {
   double clock = 0;        ///< GHz
-  double exposed = 0.155;  ///< how much of the shorter of loads and computation is not hidden behind the longer
+  double exposed = 0.155;  ///< share of the shorter of loads and arithmetic that the longer does not hide
   double slice = 0;        ///< issue clocks of a warp's 128 bytes of k, beside conversions
   double convert = 0;      ///< clocks of an instruction that converts weights
-  double operands = 1300;  ///< clocks of a warp that makes those of a row of scales of 256 channels, where any does
-  double promotion = 0;    ///< clocks of a thread's sum that leaves the MMAs' registers
-  double scaling = 0;      ///< more of them where it is scaled
+  double operands = 1300;  ///< clocks in which a warp makes the operands of a row of scales of 256 channels
+  double promotion = 0;    ///< clocks in which a thread adds a sum of the MMAs to an fp32 sum
+  double scaling = 0;      ///< additional clocks if it scales that sum
   double latency = 0;      ///< microseconds from a request to its bytes in shared memory
   double kernel = 0;       ///< microseconds: launch, first bytes, last stores
   double output = 0;       ///< microseconds of the epilogue, per output of a block
   double cluster = 0;      ///< microseconds of meeting another block to exchange sums
   double exchange = 0;     ///< microseconds per sum of a block that goes to other blocks
   double split = 0;        ///< microseconds of the kernel that adds partial sums, beside its traffic
-  double last = 0;         ///< microseconds more where only tiles of a last wave are shared
-  double last_passes = 0;  ///< passes of their sums through L2, as the time goes, where they are not in clusters
+  double last = 0;         ///< additional microseconds if only the last wave's tiles are shared
+  double last_passes = 0;  ///< passes through L2 whose time the partial sums of these tiles take, if not in clusters
 };
 
 struct ProductCosts {
   double dram = 1, l2 = 1, mma = 1;  ///< factors on the rates of the GPU's class
-  double float8_mma = 1;  ///< how much longer mma.sync of 8-bit floats takes: it is two of fp16, and conversions
+  double float8_mma = 1;  ///< factor on mma for 8-bit floats: two fp16 MMAs and conversions (arch/mma_float8.h)
   double alu = 0;         ///< clocks of an instruction that converts weights
-  double exposed = 0;     ///< how much of the shorter of two that overlap is not hidden behind the longer, in mma.sync
+  double exposed = 0;     ///< share of the shorter of loads and arithmetic that the longer does not hide, in mma.sync
   double promotion = 0;   ///< clocks of scaling the sums of an MMA's accumulator
   double split = 0;       ///< microseconds of the kernel that adds partial sums of mma.sync, beside its traffic
   double cluster = 0;     ///< microseconds of exchanging sums of mma.sync with one more block of a cluster
@@ -197,9 +197,10 @@ constexpr ProductCosts four_by_eight_costs() {
   return c;
 }
 
-/// Weight-only products of floating codes, where the streaming loop scales the sums of groups: see scales_sums. Set by
-/// all tactics of MXFP4 and NVFP4 at four shapes with 1 to 4096 rows: what is chosen takes 0.4 % longer than the best
-/// in the mean. e4m3 codes with scales of another type have them, too, unfitted.
+/// Weight-only products of floating codes for which the streaming loop scales the sums of groups: see scales_sums. Set
+/// by times of all tactics of MXFP4 and NVFP4 at four shapes with 1 to 4096 rows; the chosen tactic takes 0.4 % longer
+/// than the best in the mean. e4m3 codes with scales of another type have the same costs, not fitted to times of
+/// theirs.
 constexpr ProductCosts scaled_groups_costs() {
   ProductCosts c = weight_only_costs();
   c.exposed = 0.303;
@@ -216,8 +217,9 @@ constexpr ProductCosts scaled_groups_costs() {
   return c;
 }
 
-/// Those of integers that are scaled in fp32. Set by tactics of int4 with real zeros in groups of 32 at six shapes with
-/// 1 to 4096 rows: what is chosen takes 0.5 % longer than the best in the mean, 12 % in the worst case.
+/// Weight-only products of integers that are scaled in fp32. Set by times of int4 with real zeros in groups of 32 at
+/// six shapes with 1 to 4096 rows; the chosen tactic takes 0.5 % longer than the best in the mean, 12 % in the worst
+/// case.
 constexpr ProductCosts float_scales_costs() {
   ProductCosts c = weight_only_costs();
   c.alu = 1.6;
@@ -232,9 +234,9 @@ constexpr ProductCosts float_scales_costs() {
   return c;
 }
 
-/// Those of integers with minimums, or of two levels. Set so that what is chosen of the tactics that were timed takes 4
-/// % longer than the best in the mean of three schemes at three shapes with 1 to 32 rows, streamed, and 1.5 % in that
-/// of Q4_K and Q6_K at six and four shapes with 1 to 4096.
+/// Weight-only products of integers with minimums, or with scales of two levels. Set by measured times; the chosen
+/// tactic takes 4 % longer than the best in the mean of three schemes at three shapes with 1 to 32 rows (streaming
+/// tactics), and 1.5 % in the mean of Q4_K and Q6_K at six and four shapes with 1 to 4096 rows.
 constexpr ProductCosts minimums_costs() {
   ProductCosts c = weight_only_costs();
   c.alu = 0.644;

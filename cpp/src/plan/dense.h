@@ -28,9 +28,8 @@ bool fits(Problem const& problem);
 Cost predict(Problem const& problem, DeviceTraits const& device, GpuClass const& gpu, int64_t slice);
 
 /// The slice with the least predicted time, and that time. `workspace_bytes` holds, each rounded up to 256 bytes: the
-/// weights `[slice, k]`; the fp32 sums `[m, slice rounded up to 8]` if there is a bias or an activation; the
-/// activations
-/// `[m, k]` if they are permuted or scaled.
+/// weights `[slice, k]`; the fp32 sums `[m, slice rounded up to 8]` if there is a bias or an activation; and the
+/// activations `[m, k]` if they are permuted or scaled.
 Candidate candidate(Problem const& problem, DeviceTraits const& device);
 
 }  // namespace qcutlass::dense

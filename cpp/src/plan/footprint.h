@@ -1,5 +1,5 @@
-// Shared memory of the kernels, how many stages fit it, and which kernels there are because it does. They assert that
-// it is their own.
+// Shared memory of the kernels: what a stage and a block take, how many stages fit, and which kernels exist because
+// they fit. Each kernel asserts that its own shared memory has the size computed here.
 #pragma once
 
 #include "plan/schedule.h"
@@ -60,11 +60,14 @@ constexpr int epilogue_blocks(Tactic const& t, Kind const& kind) {
   return blocks;
 }
 
-/// What wgmma kernels have for the rows of experts beside: tiles that were found, four places with two barriers each.
+/// What wgmma kernels for experts have beside: the ring of ExpertSchedule, four places of a tile (16 bytes) and two
+/// barriers (8 bytes) each.
 inline constexpr int kScheduleBytes = 4 * (16 + 2 * 8);
 
-/// Shared memory of a block of a wgmma kernel with so many stages: the ring, buffers that sums leave through (kWgmmaRs:
-/// transposed; kWgmmaSs: rows of 16 tokens), two barriers a stage.
+/// Shared memory of a block of a wgmma kernel with so many stages: the ring; two barriers (16 bytes) a stage; and the
+/// buffers through which the epilogue stores. WgmmaEpilogue has two buffers a warpgroup (64 channels), of 32 tokens by
+/// 64 + 8 channels of 2 bytes; RowEpilogue one for each of 8 warps, of 16 tokens by warp_channels of 2 bytes and 16
+/// bytes of padding.
 constexpr int wgmma_shared_memory(Tactic const& t, Kind const& kind, int stages, bool grouped) {
   int const buffers =
       t.mainloop == Mainloop::kWgmmaRs ? t.channels / 64 * 2 * 32 * (64 + 8) * 2 : 8 * 16 * (t.warp_channels * 2 + 16);
@@ -72,8 +75,8 @@ constexpr int wgmma_shared_memory(Tactic const& t, Kind const& kind, int stages,
   return (bytes + 127) / 128 * 128;
 }
 
-/// Stages of the ring. Wgmma kernels have as many of a configuration's as fit, but at least 3 or 4, an even number of
-/// batches of MMAs, which have buffers or sums in turns.
+/// Stages of the ring. A wgmma kernel has as many of the configuration's stages as fit, but at least 3 or 4. Its
+/// batches of MMAs use two sets of buffers, or of sums, in turns, so the ring holds an even number of batches.
 constexpr int stages_of(Tactic const& t, Kind const& kind) {
   if (!is_wgmma(t.mainloop)) return t.stages;
   int const batches = t.mainloop == Mainloop::kWgmmaRs
@@ -81,14 +84,14 @@ constexpr int stages_of(Tactic const& t, Kind const& kind) {
                           : 1;
   int const step = batches % 2 == 0 ? 1 : 2;
   int stages = t.stages / step * step;
-  bool const grouped = t.serves_experts(kind);  // which have as many
+  bool const grouped = t.serves_experts(kind);  // kernels with and without experts have equally many
   while (stages > 2 + step && wgmma_shared_memory(t, kind, stages, grouped) > kMostSharedMemory) stages -= step;
   return stages;
 }
 
 /// Whether so many blocks of a wgmma kernel may be a cluster that shares k: whether the ring has room for the sums that
-/// they exchange, of the parts of the tile that a block finishes. Parts have 16 tokens in kWgmmaRs, where all blocks'
-/// sums of them meet; in kWgmmaSs, whose tiles are smaller, there is always room.
+/// a block receives. In kWgmmaRs it receives all blocks' sums of the parts that it finishes, of 16 tokens each. In
+/// kWgmmaSs, whose tiles are smaller, there is always room.
 constexpr bool may_cluster(Tactic const& t, Kind const& kind, int blocks) {
   if (blocks > kMostWgmmaCluster) return false;
   if (blocks == 1 || t.mainloop == Mainloop::kWgmmaSs) return true;
@@ -117,18 +120,18 @@ constexpr bool has_wgmma(Kind const& kind, bool grouped) {
   return false;
 }
 
-/// Whether a GPU that runs wgmma does without a configuration: kMultistage's of more than 16 tokens, where there are
-/// kernels of wgmma. On an H200 it is chosen for none of them: of 2 400 products of 16-bit activations with layers of
-/// models and random ones for two, whose best other prediction is 6 % longer. It is not compiled for machine code of
-/// sm_90 (arch/superseded.h), which would take a quarter of the time of all. Those of 4 by 8 bits, which are two, stay:
-/// see is_named_only.
+/// Whether a GPU that runs wgmma does without a configuration: one of kMultistage with more than 16 tokens, for kinds
+/// that have wgmma kernels. Machine code for sm_90 does not contain it (arch/superseded.h), which saves a quarter of
+/// the time to compile. Selection would hardly choose it: on an H200, of 2 400 products of 16-bit activations, for none
+/// with layers of models and for two with random ones, whose best other prediction is 6 % longer. The two of 4 by 8
+/// bits stay: see is_named_only.
 constexpr bool is_superseded(Tactic const& t, Kind const& kind, bool grouped) {
   return kind.packing != Packing::kW4A8 && t.mainloop == Mainloop::kMultistage && t.tokens > 16 &&
          has_wgmma(kind, grouped);
 }
 
-/// Whether a GPU that runs wgmma takes a configuration only where it is named: those of mma.sync of 4 by 8 bits, which
-/// are what other GPUs run. No times of theirs have been measured that their predictions could be trusted by.
+/// Whether a GPU that runs wgmma takes a configuration only if a caller names it: one of mma.sync of 4 by 8 bits. These
+/// are what other GPUs run. Their times have not been measured, so their predictions can't be trusted.
 constexpr bool is_named_only(Tactic const& t, Kind const& kind) {
   return kind.packing == Packing::kW4A8 && !is_wgmma(t.mainloop);
 }

@@ -278,10 +278,11 @@ int64_t Problem::token_tiles(int tokens) const {
   if (!grouped) return layout::ceil_div(m, tokens);
   auto const experts = static_cast<double>(matrices());
   double const rows = static_cast<double>(m) / experts;  // of an expert
-  // An expert with R rows has one tile, and one more for each multiple of `tokens` that R exceeds. R is taken to be
-  // logistic with the deviation of chance, the root of its mean; far above a tile's tokens, where routers that prefer
-  // some experts spread R more, the last tile is half full.
-  constexpr double kFar = 4, kLogistic = 1.8;  // the second: pi / sqrt(3), a logistic deviation of 1
+  // An expert with R rows has one tile, and one more for each multiple of `tokens` that R exceeds. R is taken to follow
+  // a logistic distribution whose standard deviation is the root of its mean, as chance has it. Far above a tile's
+  // tokens routers' preferences spread R more than chance does; the last tile then counts as half full.
+  constexpr double kFar = 4;         // mean rows, in tiles, from which on the second rule holds
+  constexpr double kLogistic = 1.8;  // pi / sqrt(3): standard deviation of a logistic distribution of scale 1
   double tiles = rows / tokens + 0.5;
   if (rows < kFar * tokens) {
     double const width = std::sqrt(rows) / kLogistic;

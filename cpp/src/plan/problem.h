@@ -29,13 +29,13 @@ enum class ScaleMode : uint8_t {
 inline constexpr char const* kScaleModeNames[] = {"native", "fine",    "float",   "minimum", "none",
                                                   "block",  "block64", "block32", "group",   "group32"};
 
-/// Whether weights, or sums, are scaled in fp32, which takes scales and offsets of any type.
+/// Whether weights, or sums, are scaled in fp32, so that scales and zeros may have any type.
 constexpr bool takes_any_type(ScaleMode mode) {
   return mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum || mode >= ScaleMode::kGroup;
 }
 
-/// Whether, in products by wgmma, other warps than those that multiply make the operands of conversions: of integers,
-/// whose scales and zeros may be of many types and have two levels.
+/// Whether, in wgmma kernels, other warps than the consumers prepare scales and zeros for the conversions. They do so
+/// for integer codes whose scales and zeros may have many types, or two levels.
 constexpr bool makes_operands(Packing packing, ScaleMode mode) {
   return !has_float_codes(packing) && (mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum);
 }
@@ -45,11 +45,11 @@ constexpr bool takes_super_blocks(ScaleMode mode) { return mode == ScaleMode::kM
 
 /// Whether sums leave the tensor cores' accumulators before the epilogue, to be scaled and added in fp32.
 constexpr bool is_promoted(ScaleMode mode) { return mode >= ScaleMode::kBlock; }
-/// k whose sums do so together, where they do.
+/// The k after which sums leave the accumulators, for modes that are promoted.
 constexpr int promoted_k(ScaleMode mode) {
   return mode == ScaleMode::kBlock || mode == ScaleMode::kGroup ? 128 : mode == ScaleMode::kBlock64 ? 64 : 32;
 }
-/// Whether they are scaled by blocks, of tokens and of weights.
+/// Whether promoted sums are scaled by block scales, of tokens and of weights.
 constexpr bool is_blockwise(ScaleMode mode) { return is_promoted(mode) && mode < ScaleMode::kGroup; }
 
 /// The kinds of products that a tactic is built for, as a set.
@@ -102,9 +102,9 @@ struct Kind {
     return is_float8() ? kFloat8 : kInt8;
   }
 
-  /// There are kernels for the rows of experts.
+  /// Whether the kind has kernels for experts.
   constexpr bool takes_experts() const { return dequantises(); }
-  /// And such of wgmma: of the modes that are common in mixtures of experts.
+  /// Whether it has wgmma kernels for experts: only for modes that are common in mixtures.
   constexpr bool takes_experts_on_wgmma() const {
     return dequantises() && (has_float_codes(packing) || !takes_any_type(mode));
   }
@@ -118,16 +118,16 @@ struct Kind {
   std::string prefix() const;
 };
 
-/// Whether the streaming loop scales the sums of groups of any size: of floating codes, which are operands as they are
-/// or with one instruction more.
+/// Whether the streaming loop scales the sums of groups of any size. It does so for floating codes, which are MMA
+/// operands as they are, or after one instruction.
 constexpr bool streams_scaled_groups(Packing packing, ScaleMode mode) {
   return packing == Packing::kE2M1A16 ? mode != ScaleMode::kNative
                                       : packing == Packing::kE4M3A16 && mode == ScaleMode::kFloat;
 }
 constexpr bool streams_scaled_groups(Kind const& kind) { return streams_scaled_groups(kind.packing, kind.mode); }
 
-/// Whether it does so, with so many tokens, for codes with minimums, whose share of the sums takes MMAs of its own:
-/// more than converting them does, but for the fewest tokens.
+/// Whether the streaming loop scales sums for codes with minimums, in tiles of so many tokens. The minimums' share of a
+/// sum takes MMAs of its own. These cost more than converting the codes, except with the fewest tokens.
 constexpr bool streams_minimum_sums(ScaleMode mode, int tokens) { return mode == ScaleMode::kMinimum && tokens == 8; }
 
 /// Whether a 4-by-8-bit kernel for tiles of so many tokens takes residuals of 16 bits that are not aligned: the largest
@@ -148,8 +148,8 @@ struct Operand {
   int64_t group = 0;
   int64_t super_block = 0;  ///< columns that share a number of the second level; 0: scales have one
   DType scale_type = DType::kNone, zero_type = DType::kNone;  ///< the latter also of minimums
-  /// Kernels read rows in whole vectors: those that do not lie so, or are not stored as they are multiplied, are
-  /// copied.
+  /// Whether the launch copies the operand first. Kernels read rows in whole vectors, so rows that are not aligned are
+  /// copied, and so are activations that have to be permuted or scaled.
   bool copied = false, copied_scales = false, copied_zeros = false, copied_supers = false;
 };
 
@@ -163,10 +163,10 @@ struct Problem {
   bool gathers_rows = false;    ///< of the activations: rows of experts are anywhere
   bool gathers = false;         ///< the activations' columns are permuted or scaled before
   bool finishes = false;        ///< a bias, an activation or a residual follows
-  bool loose_residual = false;  ///< of 16 bits, its rows or those of the output not aligned
+  bool loose_residual = false;  ///< a residual of 16 bits whose rows, or those of the output, are not aligned
   bool gated = false;           ///< half of the channels are gates of the others: tiles have whole pairs
   Activation activation = Activation::kNone;
-  bool one_order = false;  ///< of sums, whatever m is: a batch-invariant product whose bits depend on it
+  bool one_order = false;  ///< batch-invariant, and its bits depend on the order of sums: one order for every m
 
   /// Rows of the weights' scales, of all matrices.
   constexpr int64_t scale_rows() const {
@@ -178,11 +178,11 @@ struct Problem {
     return weights.super_block == 0 ? 0 : groups * layout::ceil_div(k, weights.super_block);
   }
 
-  /// Matrices that are expected to have rows, if any row is as likely of one as of another: offsets are not known where
-  /// plans are made.
+  /// The expected number of matrices with rows, if a row is equally likely to belong to each. (Offsets are not known
+  /// when plans are made.)
   int64_t matrices() const;
 
-  /// Tiles of so many tokens that are expected. The rows of experts spread by chance, and as their router prefers some.
+  /// The expected number of tiles of so many tokens. See the definition for how rows spread over experts.
   int64_t token_tiles(int tokens) const;
 };
 
@@ -201,7 +201,8 @@ Problem make_problem(GemmArguments const& arguments);
 /// Bytes of one vector access; rows of every operand of the kernels start at multiples of it.
 inline constexpr int kAlignment = 16;
 
-/// Largest k, and largest row stride of the activations, in elements.
+/// Largest k, and largest row stride of the activations, in elements: kernels have 32-bit offsets within a row and
+/// between the neighbouring rows that a thread copies.
 inline constexpr int64_t kMaxStride = int64_t(1) << 24;
 
 /// Whether rows of `columns` elements can be read in whole vectors.

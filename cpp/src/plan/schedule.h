@@ -1,5 +1,5 @@
-// In which order, and how many together, the blocks and warpgroups of wgmma kernels work. Kernels, selection and the
-// cost model have it from here.
+// In which order the blocks and warpgroups of wgmma kernels work, and how many together. The kernels, selection and the
+// cost model all use these functions.
 #pragma once
 
 #include "plan/tactics.h"
@@ -9,9 +9,10 @@ namespace qcutlass {
 /// Largest cluster of wgmma kernels; see may_cluster.
 inline constexpr int kMostWgmmaCluster = 6;
 
-/// k steps from one wait of kWgmmaRs for its MMAs to the next: no more than two sets of their operands A leave
-/// registers for beside the sums; and two batches of a stage where MMAs are too short to hide looking up fine groups'
-/// scales. All steps of a stage where the sums of a group leave the MMAs.
+/// Batch of kWgmmaRs: k steps from one wait for MMAs to the next. Two batches' operands A must fit the registers beside
+/// the sums, so tiles of 256 channels and more than 64 tokens have short batches. Up to 192 tokens a stage has at least
+/// two batches, since its MMAs are too short to hide the look-up of fine groups' scales. 4-by-8-bit products take all
+/// steps of a stage, as the sums of a group leave the MMAs after it.
 constexpr int wgmma_batch(Tactic const& t, Packing packing) {
   if (packing == Packing::kW4A8) return t.stage_k(packing) / step_k(packing);
   if (t.channels == 256 && t.tokens > 64) return t.tokens > 96 ? 1 : 2;
@@ -27,9 +28,9 @@ constexpr int wgmma_sharers(Mainloop mainloop, int64_t token_tiles, int split_k)
   return mainloop == Mainloop::kWgmmaSs && split_k == 1 && (token_tiles % 2 == 0 || token_tiles > kMany) ? 2 : 1;
 }
 
-/// Tiles of tokens of wgmma kernels side by side, or pairs of them, before the next tile of channels: four, with which
-/// a wave of tiles reads the least; or some more, if a last group of one or two would read all weights again for
-/// little.
+/// Tiles of tokens (or pairs of them) that wgmma kernels take side by side before the next tile of channels. With four
+/// a wave of tiles reads the least. It is more if the last group would have one or two tiles, which would read all
+/// weights again for little work.
 constexpr int wgmma_side(int64_t token_tiles) {
   int side = 4;
   while (side < token_tiles && (token_tiles - 1) % side < 2) ++side;

@@ -16,15 +16,16 @@
 namespace qcutlass {
 namespace {
 
-/// The numbers of blocks that may share k. Clusters of sizes between powers of two fit the groups of SMs badly.
+/// The numbers of blocks that may share k, for mma.sync. A cluster lies in one group of SMs (GPC); sizes between powers
+/// of two fit these groups badly.
 constexpr std::initializer_list<int> kSplits = {1, 2, 4, 8, 16};
-/// With one block an SM there is little choice: these fill more of them.
+/// The same for wgmma. With one block an SM powers of two often leave many SMs idle; 3, 5 and 6 fill more of them.
 constexpr std::initializer_list<int> kWgmmaSplits = {1, 2, 3, 4, 5, 6, 8};
 /// Largest cluster size that every GPU with clusters supports.
 constexpr int kMaxCluster = 8;
 
-/// `<packing>_<activation type>_[<scale mode>_]sm<80, 89 or 90a>_[stream_]n<channels>m<tokens>k<stage's
-/// k>[w<warps>]_s<stages>`.
+/// `<packing>_<activation type>_[<scale mode>_]sm<80, 89, 90a>_[stream_]n<channels>m<tokens>k<k>[w<warps>]_s<stages>`,
+/// with the k of a stage. Scale mode none is left out; only the streaming loop has `stream_` and `w`.
 std::string tactic_name(Kind const& kind, Tactic const& t) {
   bool const stream = t.mainloop == Mainloop::kStream;
   return kind.prefix() +
@@ -56,9 +57,10 @@ bool split_pays(Problem const& problem, DeviceTraits const& device, Tactic const
   return count <= device.sm_count && count * split_k <= int64_t(device.sm_count) * resident_blocks(problem, device, t);
 }
 
-/// Whether early blocks of the next product could pile up on some SMs while others idle, where a launch leaves room for
-/// many. Measured: such launches lose up to half by starting early, all others gain 1 to 2 us. Streaming blocks, which
-/// wait for memory most of the time, suffer only where several of them meet.
+/// Whether blocks of the next launch, if they start early, could pile up on some SMs while others idle. This is taken
+/// to be so if launch bounds allow several blocks an SM, and all blocks of this launch run at once. Streaming blocks
+/// wait for memory most of the time; for them, it is so if an SM has room for four times as many blocks as it gets.
+/// Measured: early starts cost such launches up to half, and save 1 to 2 us in all others.
 bool piles_up(Problem const& problem, DeviceTraits const& device, Tactic const& t, int split_k) {
   int64_t const blocks = tiles(problem, t) * split_k;
   if (t.mainloop == Mainloop::kStream)
@@ -121,9 +123,10 @@ bool shares_in_one_kernel(Problem const& problem, Tactic const& t, int split_k) 
   return !is_wgmma(t.mainloop) || may_cluster(t, problem.kind, split_k);
 }
 
-/// The order of sums that a batch-invariant product has on a GPU, whatever its rows are: that with the least product of
-/// the predicted times for kRowsOfOrders, each of the order's best tactic. `rows`: of kTactics, those to choose among;
-/// `split_k`: 0, or the only split. Tiles of wgmma share k in clusters alone, whatever m is.
+/// The order of sums that a batch-invariant product has on a GPU, whatever its number of rows is. For each order take
+/// the best tactic's predicted time at each of kRowsOfOrders; the order with the least product of these times wins.
+/// `rows`: the rows of kTactics to choose among. `split_k`: 0, or the only split. Tiles of wgmma share k in clusters
+/// alone, whatever m is.
 SumOrder best_order(Problem problem, DeviceTraits const& device, std::vector<int> const& rows, int split_k) {
   struct Choice {
     SumOrder order;

@@ -7,10 +7,10 @@
 
 namespace qcutlass {
 
-/// The shared tiles of a product, a rectangle at the end of both directions: all tiles or, where the persistent blocks
-/// of wgmma kernels take several waves of them, what is left over after as many whole waves as there are. In the order
-/// of tiles (see TileOrder) these are the last tiles of channels of the last group of tiles of tokens. Products of one
-/// order of sums share all tiles, however many there are.
+/// The tiles of a product whose k is shared: a rectangle at the end of channels and tokens. If the persistent blocks of
+/// a wgmma kernel take several waves of tiles, these are the tiles that are left after the full waves; otherwise all
+/// tiles. In the order of tiles (see TileOrder) they are the last tiles of channels of the last group of tiles of
+/// tokens. Batch-invariant products (one order of sums) share all tiles, however many there are.
 struct SharedTiles {
   bool is_one_order;
   int64_t tiles;                               ///< of the product
@@ -28,17 +28,19 @@ struct SharedTiles {
     first_token = (token_tiles - side) * t.tokens;
   }
 
-  /// Whether other tiles are taken whole before.
+  /// Whether other tiles, whose k is not shared, come before.
   bool only_last() const { return shared < tiles; }
 
-  /// Whether the blocks that share a tile may be a cluster if so: SMs and whole tiles come in clusters, so that a
-  /// block's rank is its share, and a share is the last thing that a block does.
+  /// If only_last(): whether the blocks that share a tile may be a cluster. The numbers of SMs and of whole tiles must
+  /// be multiples of the cluster's size, so that a block's rank is the number of its share, and a block has at most one
+  /// share, its last item.
   bool fits_clusters(int sm_count, int split_k) const {
     return sm_count % split_k == 0 && (tiles - shared) % split_k == 0 && shared * split_k <= sm_count;
   }
 
-  /// Stages that the busiest SM works on if so, of `stages` a tile: blocks take tiles and then shares in turn. The
-  /// first block has the most of them, or the one that is the first to begin with shares.
+  /// If only_last(): the stages that the busiest SM works on, with `stages` a tile. Blocks take whole tiles in turn,
+  /// then shares. Either the first block has the most stages, or the first one that takes a share after the last whole
+  /// tile.
   double busiest(int sm_count, int split_k, int64_t stages) const {
     int64_t const whole = tiles - shared, items = whole + shared * split_k, begins = whole % sm_count;
     auto const work = [&](int64_t block) {

@@ -35,7 +35,7 @@ struct TacticOf {
   int slice_count = 1;           ///< slices of k in a stage
   int stage_count = 0;
   Products products = kCommon | kBlockwise;
-  Products experts = kNoProducts;  ///< those of them, or others, that it is built for the rows of experts of
+  Products experts = kNoProducts;  ///< the products of experts that it is built for
 
   constexpr Tactic slices(int count) const { return with(&TacticOf::slice_count, count); }
   constexpr Tactic stages(int count) const { return with(&TacticOf::stage_count, count); }
@@ -52,17 +52,19 @@ struct TacticOf {
   }
 };
 
-/// A warp has `warp_channels` channels and all tokens; `slice_count` of them share each such tile, and split k.
+/// A warp computes `warp_channels` channels by all tokens. `slice_count` warps compute the same tile, each for some
+/// stages of k.
 struct StreamTactic : TacticOf<StreamTactic> {
   int warp_channels = 0;
-  int blocks = 1;  ///< an SM that the register budget must allow (launch bounds)
+  int blocks = 1;  ///< blocks an SM for which the launch bounds reserve registers
 
   constexpr StreamTactic warp(int channels) const { return with(&StreamTactic::warp_channels, channels); }
   constexpr StreamTactic blocks_an_sm(int count) const { return with(&StreamTactic::blocks, count); }
   constexpr int warps() const { return channels / warp_channels * slice_count; }
 };
 
-/// A warp has a tile of `warp_channels` by `warp_tokens`; `slice_count` of them share each, and split a stage's k.
+/// A warp computes `warp_channels` by `warp_tokens`. `slice_count` warps compute the same tile, each for a part of
+/// every stage's k.
 struct MultistageTactic : TacticOf<MultistageTactic> {
   int warp_channels = 0, warp_tokens = 0;
   int blocks = 1;  ///< as above

@@ -196,8 +196,9 @@ def convert(
     activations: Annotated[
         QuantizedActivations | None,
         typer.Option(
-            help="Have layers of 4 bits with whole zero points quantise each token (W4A8), with fp8 those of e4m3 "
-            "weights in blocks, too, for the CPU and compute capability 8.9; none: no layer quantises its input."
+            help="Have layers quantise their input. int8 and fp8: layers of 4 bits with whole zero points, token by "
+            "token (W4A8). fp8: layers of e4m3 weights in blocks, too, for the CPU and compute capability 8.9. none: "
+            "no layer quantises its input."
         ),
     ] = None,
     skip: Skip = [*SKIPPED],  # noqa: B006

@@ -53,10 +53,10 @@ Quantized = Annotated[
     QuantizedActivations | None,
     typer.Option(
         "--activations",
-        help="Weight-only layers quantise their input, which is less exact: int8, on the CPU in blocks of 32 columns, "
-        "which is faster, on a GPU those of 4-bit weights with whole zero points token by token (W4A8); fp8, these, "
-        "and those of e4m3 weights in blocks, on the CPU and on GPUs that have kernels for it. none: no layer does, "
-        "whatever the folder says.",
+        help="Layers quantise their input, which is less exact. int8: on the CPU weight-only layers, in blocks of 32 "
+        "columns, which is faster; on a GPU layers of 4-bit weights with whole zero points, token by token (W4A8). "
+        "fp8: layers of 4-bit weights with whole zero points, and of e4m3 weights in blocks, on the CPU and on GPUs "
+        "that have kernels for it. none: no layer does, whatever the folder says.",
     ),
 ]
 Eager = Annotated[

@@ -33,20 +33,25 @@ def use_activations(model: nn.Module, activations: str | None) -> list[str]:
 
     Args:
         model: with layers from `replace_linear`, `load_model` or by hand, fused ones, too; changed in place.
-        activations: None: as they are; "fp8": layers of e4m3 weights with scales of square blocks become
-            `BlockwiseLinear`s, with `fp8_gemm` as their product, and those of 4-bit codes with integer zeros, or none,
-            `Int4Linear`s, with `gemm_w4a8`, but for those on a GPU whose kernels do not take them, as a warning says.
-            The new ones stay: load the model again for the former ones. "int8": layers on the CPU quantise their input
-            in blocks, as `gemm` describes it; those on a GPU, whose kernels have no such product, become the same
-            `Int4Linear`s. "none": as None, and layers whose input is quantised (`Int8Linear`, `Fp8Linear`,
-            `BlockwiseLinear`, `Int4Linear`) become weight-only ones with the same codes and scales. Fuse layers after
-            it, not before. Layers are replaced one after the other: codes of 4 bits stay where they are in memory, of
-            others one layer's are there twice.
+        activations: what layers do with their input.
+
+            * None: weight-only layers take it as it is. Undoes "int8" on the CPU.
+            * "int8", on the CPU: weight-only layers quantise it in blocks, as `gemm` describes it. Layers with floating
+              codes, or with groups that are no multiple of 16 columns, stay as they are.
+            * "int8", on a GPU: layers of 4-bit codes with integer zeros, or none, become `Int4Linear`s (`gemm_w4a8`).
+            * "fp8": the same layers become `Int4Linear`s of e4m3 activations, and layers of e4m3 weights with scales of
+              square blocks become `BlockwiseLinear`s (`fp8_gemm`).
+            * "none": as None; and layers whose input is quantised (`Int8Linear`, `Fp8Linear`, `BlockwiseLinear`,
+              `Int4Linear`) become weight-only layers with the same codes and scales.
+
+            If a GPU has no kernel for a new layer, the former one stays, and a warning says so. Replaced layers do not
+            come back: load the model again for the former ones. Fuse layers after this call, not before. Layers are
+            replaced one after the other: codes of 4 bits stay where they are in memory; of others, one layer's are in
+            memory twice.
 
     Returns:
-        Names of the layers; of those on a GPU none where it has no kernel for any, with "none" those that have changed.
-        Others are left as they are: with "int8" on the CPU those with groups that are no multiple of 16 columns, or
-        with floating codes.
+        Names of the layers that do as asked; with "none", of those that have changed. Empty if a GPU has no kernel for
+        any layer.
 
     Raises:
         TypeError: `model` is no module, or `activations` neither a name nor None.

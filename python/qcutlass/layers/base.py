@@ -32,7 +32,9 @@ _STORED: Final[dict[str, type[QuantLinear]]] = {}
 
 
 class InputCodes(NamedTuple):
-    """How a layer quantises its input, symmetrically and as it comes: what makes it may do so in the same pass.
+    """How a layer quantises its input as it comes, without zero points, smoothing or another order of columns.
+
+    The operator that makes the input can do this in the same pass.
 
     Attributes:
         dtype: of the codes.
@@ -216,7 +218,9 @@ class QuantLinear(PackedModule):
             activation: to be fused, as for `from_linear`.
 
         Returns:
-            The layer, on the CPU: a `WeightOnlyLinear`; for W8A8 an `Int8Linear`, for fp8 activations an `Fp8Linear`.
+            The layer, on the CPU: a `WeightOnlyLinear`; for W8A8 an `Int8Linear`, for fp8 weights and activations an
+            `Fp8Linear`, for 4-bit weights with 8-bit activations an `Int4Linear`, for blocks of a converted folder a
+            `BlockwiseLinear`.
 
         Raises:
             ValueError: no layer has this name, or its weights are not quantised.

@@ -48,11 +48,10 @@ class Fusion:
 def fuse_projections(model: nn.Module, groups: Iterable[Sequence[str]] = GROUPS) -> Fusion:
     """Lets layers that read the same input multiply it once, by the weights of all of them.
 
-    One product of many channels takes less time than several of few, above all for few tokens, and activations are
-    quantised once where layers quantise them. The first layer of a
-    group that is called computes the outputs of all; the others, called with the same tensor, hand out their part of
-    it. A layer that gets another tensor multiplies that one: results never depend on the order of calls, but calls with
-    different inputs gain nothing.
+    One product of many channels takes less time than several of few, above all for few tokens. Layers that quantise
+    their input quantise it once. The first layer of a group that is called computes the outputs of all; the others,
+    called with the same tensor, return their part of it. A layer that gets another tensor multiplies that one. So
+    results never depend on the order of calls, but calls with different inputs gain nothing.
 
     Input and weights that are changed in place between the calls are multiplied anew if torch counts such changes: not
     those through `.data`, numpy or a raw pointer, and none of weights that are tensors of inference mode. Inputs that

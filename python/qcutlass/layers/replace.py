@@ -38,19 +38,19 @@ def replace_linear(
 ) -> list[str]:
     """Replaces the Linear layers of a model, and the experts of a mixture, in place, by quantised ones.
 
-    Layers of exactly the type `torch.nn.Linear` are replaced, and transformers' `Conv1D` (GPT-2); not those of derived
-    types, whose owners may look into them, as parametrized Linears and the output projection of torch's attention are,
-    nor those whose owner's code reads their weights itself: those directly in a `torch.nn.TransformerEncoderLayer`,
-    `wo` of T5, some of Mamba's. A layer with several names is quantised once. Modules with all experts of a block, as
-    Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 and gpt-oss have in transformers 5, become
-    `qcutlass.layers.QuantExperts` with `WeightOnly`; other schemes leave them as they are, and other models' experts
-    stay. The new layers are made before the first is put in, so that an error changes nothing; old and new weights are
-    in memory together until then.
+    Replaced are layers of exactly the type `torch.nn.Linear`, and transformers' `Conv1D` (GPT-2). Not replaced are
+    layers of derived types, whose owners may look into them (parametrized Linears, the output projection of torch's
+    attention), and layers whose owner's code reads their weights itself (those directly in a
+    `torch.nn.TransformerEncoderLayer`, `wo` of T5, some of Mamba's). A layer with several names is quantised once. With
+    `WeightOnly`, modules with all experts of a block become `qcutlass.layers.QuantExperts`, in Mixtral, Qwen2-MoE,
+    Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 and gpt-oss of transformers 5. With other schemes, and in other models,
+    experts stay as they are. All new layers are made before the first one is put in. So an error changes nothing, but
+    old and new weights are in memory together.
 
     Args:
         model: any module that is not itself a Linear. On the meta device it becomes one to load a state into, with
             `load_state_dict(state, assign=True)`.
-        scheme: `WeightOnly(...)`, `W8A8(...)`, `FP8(...)` or `Blockwise(...)`.
+        scheme: `WeightOnly(...)`, `W4A8(...)`, `W8A8(...)`, `FP8(...)` or `Blockwise(...)`.
         skip: layers to leave alone: names as in `model.named_modules()`, their last parts, or patterns of either
             (`"*.experts.*"`); a layer inside a skipped module is skipped. None: `lm_head` and routers (`gate`,
             `router`, `shared_expert_gate` and the like), where there are such.

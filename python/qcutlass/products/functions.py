@@ -46,30 +46,32 @@ def gemm(
     `w[n, k] = (code[n, k] - zero[g, n]) * scale[g, n]` with g = k // group_size, or, with minimums,
     `code[n, k] * scale[g, n] - minimum[g, n]`; and
     `a'[m, k] = round_to_dtype_of_a(a[m, p] * act_scale[p])` with p = perm[k], or k without `perm`.
-    On CUDA, `w` is rounded to the type of `a`, except by the kernels for few rows where a group has 64 columns or more
-    or codes are "e2m1": those scale sums of exact products (`plan(...).rounds_weights` tells). The CPU keeps `w` in
-    fp32.
+    On CUDA, kernels for many rows round `w` to the type of `a`. Some kernels for few rows round nothing: they multiply
+    the sum of a group's exact products by its scale. `plan(...).rounds_weights` tells which kind runs. The CPU keeps
+    `w` in fp32.
 
-    With `weight_dtype` the codes are floating numbers, without zeros: `w[n, k] = code[n, k] * scale[g, n]`, with
-    `scale * global_scale`, rounded to float32, in place of the scale where there is one. NaN codes give NaN.
+    With `weight_dtype` the codes are floating numbers, without zeros: `w[n, k] = code[n, k] * scale[g, n]`. With a
+    `global_scale`, the scale is `scale * global_scale`, rounded to float32. NaN codes give NaN.
 
-    With `activations="int8"`, on the CPU, `a'` is quantised first, in blocks of 32 columns of the codes' order, as
+    With `activations="int8"`, on the CPU, `a'` is quantised first, in blocks of 32 columns, as
     `blockwise.act_quant(a', 32)` does it: int8 codes, and a float32 scale for each row and block, its largest magnitude
-    / 127. Sums of codes by codes are exact integers, which are scaled in fp32. llama.cpp does the same with its 4-bit
-    weights. It is faster; the error of normal activations is 0.5 % of the output's size, of those with outliers more.
+    / 127. Sums of products of codes are exact integers, which are scaled in fp32. llama.cpp does the same with its
+    4-bit weights. It is faster. The error is 0.5 % of the output's size for normally distributed activations, and
+    larger with outliers.
 
     The activations "silu_mul" and "gelu_tanh_mul" are those of gated MLPs (Shazeer, "GLU variants improve transformer",
     2020): channels are gate and up in turns of 16, as `interleave_gate_up` puts them, and the output has a column for
-    each pair, `silu(gate) * up`. On CUDA sums are rounded before a gate, and what is added to a residual
-    before that: the bits are those of separate operators (`torch.ops.qcutlass.silu_mul`, a sum).
+    each pair, `silu(gate) * up`. On CUDA sums are rounded before a gate, and values before a residual is added: the
+    bits are those of separate operators (`torch.ops.qcutlass.silu_mul`, a sum).
 
-    From sm_90 on, weights that were multiplied before are read while the kernel just before in the stream ends.
-    Rewriting them in place is fine, except by a kernel that itself lets its successor start early; torch's do not.
+    From sm_90 on, a product may start to read its weights while the kernel before it in the stream is still running,
+    unless a kernel of qcutlass has just written them. Weights may be rewritten in place between products, except by a
+    kernel that lets its successor start early (programmatic dependent launch); torch's kernels do not.
 
     Args:
         a: `[..., K]`. float16 or bfloat16 on CUDA; these or float32 on the CPU. Unit stride along K avoids a copy.
         w_packed: uint8 `[ceil(N/16), ceil(K/kt), 32, 16]` from `preprocess_weights`, kt = 64 (4 bits) or 32 (8 bits).
-            It does not store K: one packed from a matrix with another K, but as many tiles, is multiplied as it is, and
+            It does not store K. Weights packed from a matrix with another K but as many tiles are not detected, and
             4-bit weights of 2 K columns pass for 8-bit ones of K unless `bits` is passed.
         scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel. Of "e2m1" codes also float8_e8m0fnu
             (MXFP4, with groups of 32) and float8_e4m3fn (NVFP4, with groups of 16).
@@ -83,9 +85,9 @@ def gemm(
             (GPTQ's act-order).
         group_size: columns that share a scale; needed where G does not divide K (a shorter last group). -1: one group.
             On CUDA a multiple of 16, or one group.
-        bits: 4 or 8. None: as the shape of `w_packed` tells, which it does not for K <= 32, and not where weights were
-            packed from 2 K columns (above): pass it.
-        out: `[..., N]` with the type of `a`, to be written; must not share memory with an operand.
+        bits: 4 or 8. None: taken from the shape of `w_packed`. Pass it for K <= 32, where both have the same shape.
+        out: `[..., N]`, or `[..., N / 2]` with a gate, with the type of `a`, to be written; must not share memory with
+            an operand.
         tactic: name of a kernel configuration to use (see `tactics`); CUDA only.
         split_k: number of blocks that share the K extent of an output tile; of several waves of wgmma tiles only the
             last one's are shared. 0: chosen. CUDA only.
@@ -94,8 +96,8 @@ def gemm(
         weight_dtype: None: codes are integers; "e2m1": 4-bit floats, a sign in bit 3 and 0, 0.5, 1, 1.5, 2, 3, 4 or 6;
             "e4m3": the bytes of float8_e4m3fn.
         global_scale: float32 `[1]`, beside scales of float8_e4m3fn; None: 1.
-        minimums: float16, bfloat16 or float32, shaped as `scales`: what is taken off scaled codes, instead of zeros;
-            scales may be negative or 0 then as without. GGUF's K-quants are stored so.
+        minimums: float16, bfloat16 or float32, shaped as `scales`: subtracted from scaled codes, instead of zeros.
+            Scales may be negative or 0. GGUF's K-quants are stored so.
         batch_invariant: a row of the result is the same bits whatever M is, and whatever the other rows are, on one
             machine and GPU model: one order of sums serves every M, which costs time. Every call has it where the
             environment says `QCUTLASS_BATCH_INVARIANT=1`.
@@ -103,8 +105,9 @@ def gemm(
             group's scale is the exact product of its integer and the number of its super-block, one of G / B
             neighbouring groups, on CUDA of a multiple of 128 columns, or of all. `expand_scales` makes scales of one
             level. GGUF's K-quants are stored so.
-        super_minimums: float16, shaped as `super_scales`: the same of minimums, just where there are minimums.
-        residual: of the shape and type of the output, to which it is added before that is rounded.
+        super_minimums: float16, shaped as `super_scales`: the second level of minimums; passed if and only if there are
+            `super_scales` and `minimums`.
+        residual: of the shape and type of the output; added after bias and activation, before the output is rounded.
 
     Returns:
         `[..., N]` with the type of `a`, or `[..., N / 2]` with a gate; `out` if it was given. Bitwise repeatable.
@@ -156,7 +159,7 @@ def gemm_w8a8(
     Args:
         a_q: int8 `[..., K]`, M rows in all; K at most 131071. Unit stride along K avoids a copy.
         w_packed: int8 `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights(codes, 8, activations="int8")`. It
-            does not store K: one packed from another K, but as many tiles, is multiplied as it is.
+            does not store K: weights packed from another K, but as many tiles, are not detected.
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`. None with int32
             outputs.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`. None with int32 outputs.
@@ -167,8 +170,8 @@ def gemm_w8a8(
         out: `[..., N]` of type `out_dtype`, to be written; must not share memory with an operand.
         n: N. None: what `w_scale`, `bias` or `w_sums` of N elements tell; where none does, every channel that was
             packed, a multiple of 16.
-        w_sums: int32 `[N]`, `weight_sums(w_packed)`: needed where `azp` is given, and computed at each call if it is
-            not here, which takes about as long again as a product of one row.
+        w_sums: int32 `[N]`, `weight_sums(w_packed)`, used with `azp`. None: computed at each call, which takes about as
+            long as a product of one row.
 
     Returns:
         `[..., N]` of type `out_dtype`, or `[..., N / 2]` with a gate; `out` if it was given. Bitwise repeatable.
@@ -216,16 +219,16 @@ def gemm_w4a8(
     [0, 16]; other groups, and fp8, are summed in fp32 of weights `(code - zero) * scale`, which are exact with scales
     of 16 bits. NaN propagates. This is the product of QServe and other W4A8 schemes (Lin et al., 2024).
 
-    On a GPU, for fp8 one of compute capability 8.9 or newer: codes less zeros are operands of 8 bits, sums of up to 128
-    columns leave the MMAs to be scaled. Those of int8 are exact there, too; of fp8 the MMAs of compute capability 9.0
-    keep some 14 bits beside the largest product or sum. A channel has NaN where its zero has no exact differences:
-    outside [-1, 16] with fp8, [-112, 128] with int8.
+    On a GPU (for fp8, of compute capability 8.9 or newer) the MMAs multiply `code - zero` as 8-bit numbers, and sums of
+    up to 128 columns are scaled. Sums of int8 are exact there, too. Of fp8 sums the MMAs of compute capability 9.0 keep
+    some 14 bits, relative to the largest product or sum. A channel becomes NaN if its zero lies outside [-1, 16] (fp8)
+    or [-112, 128] (int8), where `code - zero` is not exact in 8 bits.
 
     Args:
         a_q: int8 or float8_e4m3fn `[..., K]`, M rows in all. Unit stride along K avoids a copy.
         w_packed: uint8 `[ceil(N/16), ceil(K/64), 32, 16]` from `preprocess_weights(codes, 4, "int8")`, "fp8" or
-            "16bit", which are the same bytes. It does not store K: one packed from another K, but as many tiles, is
-            multiplied as it is.
+            "16bit", which are the same bytes. It does not store K: weights packed from another K, but as many tiles,
+            are not detected.
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
         scales: float16, bfloat16 or float32 `[G, N]`, or `[N]`: one a channel.
         zeros: uint8, int8 or int32, shaped as `scales`; None: 8 everywhere.
@@ -237,12 +240,12 @@ def gemm_w4a8(
         tactic, split_k: as for `gemm`.
 
     Returns:
-        `[..., N]` of type `out_dtype`; `out` if it was given. Bitwise repeatable.
+        `[..., N]` of type `out_dtype`, or `[..., N / 2]` with a gate; `out` if it was given. Bitwise repeatable.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for `gemm`.
-        UnsupportedError: the GPU has no fp8 instructions, no kernel was built for it, or it takes no such groups: use
-            `gemm` with 16-bit activations there.
+        UnsupportedError: the GPU has no fp8 instructions, no kernel was built for it, or its kernels do not take groups
+            of this size: use `gemm` with 16-bit activations there.
 
     Example:
         >>> import torch, qcutlass
@@ -276,15 +279,16 @@ def gemm_fp8(
 ) -> Tensor:
     """Multiplies fp8 activations by fp8 weights: `activation(sum * a_scale * w_scale + bias) + residual`.
 
-    `sum[m, n] = sum over k of a[m, k] * w[n, k]` in fp32, on H100 and H200 of sums of 128 k that have some 14 bits (the
-    others' kernels, `tactic="w8a8_e4m3_sm89_..."`, have fp32 throughout, and take up to four times as long there); what
-    follows is computed in fp32 from left to right, then rounded once. NaN propagates. The formats are those of
-    Micikevicius et al., "FP8 formats for deep learning" (2022).
+    `sum[m, n] = sum over k of a[m, k] * w[n, k]` in fp32; what follows is computed in fp32 from left to right, then
+    rounded once. On H100 and H200 most kernels add sums of 128 columns that have some 14 bits. `sm89` kernels
+    (`tactic="w8a8_e4m3_sm89_..."`), which other GPUs have, add in fp32 throughout; on H100 and H200 they take up to
+    four times as long. NaN propagates. The formats are those of Micikevicius et al., "FP8 formats for deep learning"
+    (2022).
 
     Args:
         a: float8_e4m3fn or float8_e5m2 `[..., K]`, M rows in all. Unit stride along K avoids a copy.
         w: float8_e4m3fn, packed, `[ceil(N/16), ceil(K/32), 32, 16]` from `preprocess_weights(w, 8, "fp8")`; or plain,
-            `[N, K]`, which is packed at each call: pack weights once that are used more often.
+            `[N, K]`, which is packed at each call: pack weights that are used more than once.
         a_scale: float32, one element, or one for each row: `[M]`, `[M, 1]`, `[...]` or `[..., 1]`.
         w_scale: float32, one element, or one for each channel: `[N]` or `[N, 1]`.
         bias, activation, tactic, split_k, batch_invariant, residual: as for `gemm`.
@@ -341,9 +345,9 @@ def gemm_grouped(
     """Multiplies each row by the quantised weights of its expert: the product of a mixture of experts.
 
     Result row r belongs to the expert e with `offsets[e] <= r < offsets[e + 1]`, and is
-    `activation(a[rows[r]] @ w[e].T + bias[e]) * row_scale[r]`, sums in fp32, rounded once; `w` as in `gemm`. Rows of
-    nobody, before `offsets[0]` and from `offsets[E]` on, are zeros. A row's bits depend on no other row: neither on
-    their number and order nor on their experts; on CUDA as long as the tactic is the same, or `batch_invariant`.
+    `activation(a[rows[r]] @ w[e].T + bias[e]) * row_scale[r]`, sums in fp32, rounded once; `w` as in `gemm`. Rows that
+    belong to no expert, before `offsets[0]` and from `offsets[E]` on, are zeros. A row's bits do not depend on other
+    rows, their number, order or experts; on CUDA, as long as the tactic is the same, or with `batch_invariant`.
 
     No host code reads `offsets` and `rows` of CUDA tensors: nothing waits for the GPU, and a captured graph multiplies
     what they say when it runs. There, offsets are clamped to [0, R] and rows to those of `a`, so that wrong ones give
@@ -352,8 +356,8 @@ def gemm_grouped(
     Args:
         a: `[T, K]`. float16 or bfloat16 on CUDA; these or float32 on the CPU. Unit stride along K avoids a copy.
         w_packed: uint8 `[E, ceil(N/16), ceil(K/kt), 32, 16]`: `preprocess_weights` of codes `[E, N, K]`.
-        scales: `[E, G, N]`, or `[E, N]`: one a channel; of types as for `gemm`.
-        zeros, minimums: shaped as `scales`, of types and meaning as for `gemm`.
+        scales: `[E, G, N]`, or `[E, N]`: one a channel; types as for `gemm`.
+        zeros, minimums: shaped as `scales`; types and meaning as for `gemm`.
         super_scales, super_minimums: `[E, B, N]`, as for `gemm`.
         offsets: int32 `[E + 1]`, not decreasing, in [0, R].
         rows: int32 `[R]`, in [0, T): the row of `a` that each result row multiplies, gathered by the kernel, or in a

@@ -52,7 +52,7 @@ def _run_dense(arguments: _C.GemmArguments, plan: _C.Plan, a: Tensor, out: Tenso
 
 
 def _cpu_rows(kind: Kind, arguments: _C.GemmArguments) -> int:
-    """Rows of a block on the CPU: so many that their fp32 copies stay in cache while all weights pass by.
+    """Rows that the CPU multiplies at once: so few that their fp32 copies stay in cache while it reads all weights.
 
     Decoding the weights anew for each block costs a few percent; torch's product of dequantised slices was measured
     slower at every number of rows, and its idle threads compete for the cores. Products of 8 bits, which have no fp32
@@ -62,7 +62,7 @@ def _cpu_rows(kind: Kind, arguments: _C.GemmArguments) -> int:
 
 
 def repeat(kind: Kind, call: Call | tuple[Any, ...], out: Tensor | None) -> Tensor | None:
-    """The product, where a call like it has been remembered; None: to be checked first, or seen by what traces it."""
+    """The product, if a call like this one is remembered. None if it must be checked first, or is being traced."""
     return None if torch.compiler.is_compiling() else kind.launches.repeat(call, out)
 
 

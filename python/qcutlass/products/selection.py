@@ -134,10 +134,10 @@ def explain(
     which ranks kernels; `tune` measures. Nothing is launched.
 
     Args:
-        product: the function that computes it: `qcutlass.gemm`, `gemm_w4a8`, `gemm_w8a8`, `gemm_fp8`, or one of the
-            products in `qcutlass.blockwise`. A tensor is the first operand of `qcutlass.gemm`.
-        operands, options: the arguments of that function but `out`. CPU and meta tensors of 8 or 16-bit types do if
-            `device` is given.
+        product: the function that computes it: `qcutlass.gemm`, `gemm_w4a8`, `gemm_w8a8`, `gemm_fp8`, `gemm_grouped`,
+            or one of the products in `qcutlass.blockwise`. A tensor is the first operand of `qcutlass.gemm`.
+        operands, options: the arguments of that function but `out`. With `device` they may be CPU or meta tensors of 8
+            or 16-bit types.
         device: "a100", "a10", "rtx3090", "l40s", "rtx4090", "h100", "h200", "b200" or "rtx5090", or the traits of any
             other GPU. Default: the GPU of the tensors, with what was tuned for it.
 
@@ -314,9 +314,9 @@ def weight_dtype(
 ) -> torch.dtype:
     """The type that the weights of a `gemm` are rounded to before they meet the activations.
 
-    float32, which holds (code - zero) * scale as it is, on the CPU and in the streaming kernels, which scale sums; the
-    type of `a` in the others. That type holds codes times the scales that a global scale stands beside, which kernels
-    apply to sums: float32 for these, but for dense products, whose weights are dequantised before.
+    float32 on the CPU, and for kernels that scale sums: it holds (code - zero) * scale unrounded. The type of `a` for
+    other kernels. With a global scale, float32 as well, since kernels multiply sums by it and round nothing else (codes
+    times scales are exact in the type of `a`); but the type of `a` for dense products, which dequantise the weights.
 
     Args:
         a, w_packed, scales, zeros, options: as for `gemm`.

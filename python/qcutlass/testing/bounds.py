@@ -258,11 +258,20 @@ def bound(ref: Reference, *, splits: int = 1) -> Tensor:
     """Oracle T: the largest error of a correct product, element by element.
 
     Without bias and activation it is u*|ref|*(1 + 2^-7) + 2^-23*(K/8 + 16 + splits)*(|ref| + 4Q) + 2^-25, with u the
-    unit roundoff of the output and Q = `ref.spread` (`EightBitReference` has another middle term). A bias adds its own
-    fp32 rounding; an activation multiplies the error of its argument by its largest slope and adds 2^-22 of the
-    argument for its evaluation in fp32. A gate multiplies the error of either factor by the other factor, adds the
-    product of both, and the rounding of its own product; a residual adds that of its sum. Where the product is rounded
-    before them, these are the errors of the rounded product, and what a gate gives is rounded before a residual.
+    unit roundoff of the output and Q = `ref.spread` (`EightBitReference` has another middle term):
+
+    * The first term is the rounding of the output.
+    * The second is the error of the fp32 sum: 2^-23 of a partial sum, which tensor cores may lose by truncating, for
+      each of K/8 + 16 + splits additions. These are one for every eight products, one for each slice of a block (up to
+      16) and one for each split. |ref| + 4Q stands for the size of partial sums of terms that do not conspire. So it
+      is a bound for random data, not for the worst case.
+    * The last is half of fp16's smallest subnormal.
+
+    A bias adds its own fp32 rounding. An activation multiplies the error of its argument by its largest slope and adds
+    2^-22 of the argument for its evaluation in fp32. A gate multiplies the error of either factor by the other factor,
+    and adds the product of both errors and the rounding of its own product. A residual adds the rounding of its sum. If
+    the product is rounded before gate and residual, as on GPUs, the errors are those of the rounded product, and the
+    result of a gate is rounded again before a residual.
 
     Args:
         ref: what `reference` returned.

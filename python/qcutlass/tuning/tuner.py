@@ -73,16 +73,16 @@ def tune(
     Those of `gemm_w8a8` do not, as its sums are exact, but where the activation "gelu_tanh" follows them.
 
     Args:
-        model_or_shapes: a module, whose layers that quantise their activations, and submodules with `w_packed`,
-            `scales`, `zeros` and `in_features`, are tuned, and experts; or pairs (N, K) of the scheme that the
-            following arguments describe.
-        ms: numbers of rows, up to 16384; each stands for all up to it from the next smaller one of `tuning.BUCKETS`. Of
-            experts these are rows of all of them together: tokens times experts a token.
+        model_or_shapes: a module: tunes its layers that quantise their activations, its `QuantExperts`, and submodules
+            with `w_packed`, `scales`, `zeros` and `in_features`. Or pairs (N, K): tunes such weights of the scheme that
+            the other arguments describe.
+        ms: numbers of rows, up to 16384, each rounded up to one of `tuning.BUCKETS`. A bucket's plan serves all numbers
+            of rows above the next smaller bucket. For experts: rows of all experts, tokens times experts a token.
         bits: 4 or 8, with shapes.
         group_size: columns that share a scale, with shapes; -1: one group a channel.
-        dtype: of the activations, float16 or bfloat16. Default: that of a module's scales; float16 with shapes, and
-            where scales have another type. With a scheme: of its activations, one that its products multiply; of FP8
-            also float8_e5m2.
+        dtype: of the activations, float16 or bfloat16. Default: the type of a module's scales; float16 with shapes, and
+            if scales have another type. With a scheme: a type of activations that its products multiply; FP8 takes
+            float8_e5m2, too.
         scale_dtype: of the scales, with shapes. Default: `dtype`.
         zero_dtype: of the zeros, with shapes. None: symmetric.
         device: a GPU. Default: the current one.

@@ -4,8 +4,8 @@
 // Every converter has
 //   Operands               what a lane needs of the scales and zeros of rows g and g + 8 of a 16-channel strip
 //   make(...)              builds them; native ones take scales as the 16 bits of the activation type
-//   convert<I>(words, op)  register I of the fragment of the k16 step whose codes are `words`; odd I belong to row g +
-//   8
+//   convert<I>(words, op)  register I of the fragment of the k16 step whose codes are `words`; even I belong to row g,
+//                          odd I to row g + 8
 // and native ones also
 //   difference<I>(words, op)  the same without the scale: code - zero, exact
 #pragma once

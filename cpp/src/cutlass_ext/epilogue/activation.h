@@ -1,4 +1,4 @@
-// Activations, and which channels of gated MLPs those of others multiply.
+// Activations, and which channels of gated MLPs are gates of which others.
 #pragma once
 
 #include <utility>
@@ -10,10 +10,10 @@
 
 namespace cutlass::epilogue::thread {
 
-/// v * sigmoid(u): SiLU has u = v, GELU in its tanh form u = 2 sqrt(2 / pi) (v + 0.044715 v^3). Short, since it stands
-/// in every turn of unrolled loops. exp2f() errs by 2^-22 and the reciprocal by 2^-23 of their results; with s =
-/// sigmoid(u) an error of the exponential, and of its argument, counts s (1 - s) <= 1 / 4, so that the result, two
-/// roundings included, is within about 2^-22 |v|.
+/// v * sigmoid(u): u = v is SiLU, u = 2 sqrt(2 / pi) (v + 0.044715 v^3) is GELU in its tanh form. The code is short,
+/// since unrolled loops repeat it. Error: exp2f() is off by up to 2^-22 of its result and the reciprocal by 2^-23. With
+/// s = sigmoid(u), a relative error of the exponential, or an absolute one of u, changes s by 1 - s <= 1 times it
+/// relative to s, that is, s (1 - s) <= 1 / 4 times it in all. With two roundings the result is within about 2^-22 |v|.
 CUTLASS_DEVICE float gate_value(float v, qcutlass::Activation activation) {
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLinear = 2.30220820f, kCubic = 0.10294324f;  // 2 sqrt(2 / pi) log2(e), and 0.044715 times it
@@ -37,7 +37,8 @@ CUTLASS_DEVICE void activate(float (&x)[kCount], qcutlass::Activation activation
   }
 }
 
-/// The same of many values, eight at a time: the code of an activation is long, and registers have no run-time index.
+/// activate() for many values, in a loop over groups of eight, because the code of an activation is long. Registers
+/// have no run-time index, so the loop copies a group to values of its own and back.
 template <int kCount, int... kGroups>
 CUTLASS_DEVICE void activate_in_groups(float (&x)[kCount], qcutlass::Activation activation,
                                        std::integer_sequence<int, kGroups...>) {

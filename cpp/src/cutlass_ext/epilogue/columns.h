@@ -17,15 +17,15 @@ CUTLASS_DEVICE uint32_t pack_pair(float first, float second) {
   return reinterpret_cast<uint32_t const&>(result);
 }
 
-/// Values as they are in memory between two operators. What is fused rounds where separate operators do: its bits are
-/// theirs.
+/// Rounds values as a store to memory between two separate operators would. Fused operators do this so that their bits
+/// are those of separate ones.
 template <class Element, int kCount>
 CUTLASS_DEVICE void round_values(float (&values)[kCount]) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kCount; ++i) values[i] = float(Element(values[i]));
 }
 
-/// So many elements as are accessed at once, 16 bytes at most.
+/// The elements of one access: kCount, or as many as 16 bytes hold.
 template <class Element, int kCount>
 using Access = AlignedArray<Element, kCount * sizeof(Element) < 16 ? kCount : 16 / int(sizeof(Element))>;
 
@@ -89,7 +89,7 @@ CUTLASS_DEVICE AlignedArray<Element, kCount> add_columns(AlignedArray<Element, k
   return a;
 }
 
-/// Stores those elements of some words that exist, `vectors`: all, or none.
+/// Stores the first `count` elements of `words`. `vectors`: count covers all of them, or none.
 template <class Element, class Words>
 CUTLASS_DEVICE void store_words(Element* out, Words const& words, int count, bool vectors) {
   constexpr int kCount = int(sizeof(words) / sizeof(Element));

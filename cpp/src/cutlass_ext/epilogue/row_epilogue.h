@@ -1,11 +1,10 @@
-// From the sums of warpgroups whose rows are tokens to the output, and their addition over the blocks of a cluster that
-// share k.
+// Stores the sums of warpgroups whose rows are tokens, and adds the sums of blocks of a cluster that share k.
 //
-// Sums become values where they are. What they need of their tokens and channels is requested before the main loop,
-// since loads here would keep the tensor cores waiting: of its two tokens by each thread, of the channels by one thread
-// each, which share them through shared memory. Values of 16 bits and codes leave in whole rows by way of a buffer of
-// the warp, beside the ring, which the producer already fills for the next tile; those of 32 bits straight from
-// registers, in sectors of 32 bytes.
+// Scale, bias and activation are applied to the sums in their registers. The scales of tokens and channels are
+// requested before the main loop, since loads here would keep the tensor cores waiting. Each thread requests those of
+// its two tokens and of one channel; the threads share the channels' through shared memory. Values of 16 bits and codes
+// are stored in whole rows, through a buffer of the warp beside the ring, since the producer already fills the ring for
+// the next tile. Values of 32 bits are stored from registers, in sectors of 32 bytes.
 #pragma once
 
 #include "cute/arch/copy_sm90.hpp"
@@ -49,9 +48,9 @@ class RowEpilogue {
   /// Bytes that a block receives when `blocks` of them exchange sums.
   static constexpr int exchange_bytes(int blocks) { return (blocks - 1) * Shares::most_parts(blocks) * kSlotBytes; }
 
-  /// Where `blocks` > 1 blocks of a cluster share k, each finishes some parts of the tile, eight tokens of a warp each:
-  /// sends the sums of the others' parts into their memory at `slots`. Before it and after it all threads of the
-  /// cluster must meet.
+  /// For `blocks` > 1 blocks of a cluster that share k. Each block finishes some parts of the tile, of eight tokens of
+  /// a warp each. This sends the sums of parts that other blocks finish to these, into their memory at `slots`. All
+  /// threads of the cluster must meet before and after.
   CUTLASS_DEVICE void send(Sums const& sums, uint4* slots, int blocks, int rank) const {
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -68,9 +67,9 @@ class RowEpilogue {
     }
   }
 
-  /// Writes what this block finishes of a tile, the other blocks' sums added in order; all of it if its `rank` among
-  /// them is negative. `partials`: where to instead of the output, if shares of k are added later. `meanwhile`: called
-  /// once, when what was requested has been used.
+  /// Writes a tile: all of it if `rank` is negative; otherwise the parts that this block of `blocks` finishes, with all
+  /// blocks' sums added in order. If a later kernel adds shares of k, sums go to `partials` instead of the output.
+  /// `meanwhile` is called once, when the requested scales have been used.
   template <class Meanwhile>
   CUTLASS_DEVICE void run(Params const& params, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
                           int rank, thread::PartialSums<Sum> const& partials, Meanwhile const& meanwhile) {
@@ -232,7 +231,7 @@ class RowEpilogue {
     uint4 rows[kSteps];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) rows[i] = *reinterpret_cast<uint4 const*>(from + i * kRows * kRowBytes);
-    // Keeps the words until here: in registers of theirs, rows would wait for the stores to have read them.
+    // Keeps `words` alive until here. If `rows` had their registers, its loads would wait for the stores to read them.
     arch::fence_registers(words[0]);
     arch::fence_registers(words[1]);
     column += lane_ % kLanes * 8;

@@ -1,6 +1,7 @@
-// The end of products of 8-bit activations: zero points, scales of tokens and channels, bias, activation, gate,
-// residual. The elements of CUTLASS's visitor trees for the same (row and column broadcasts, computes, a store) as one
-// operator: value by value in the registers of wgmma's sums, on vectors of channels after all other main loops.
+// The output operator of products of 8-bit activations: zero points, scales of tokens and channels, bias, activation,
+// gate, residual. It does what CUTLASS expresses as a visitor tree (row and column broadcasts, computes, a store).
+// After wgmma it works value by value on the sums in their registers, after all other main loops on vectors of
+// channels.
 #pragma once
 
 #include "cutlass_ext/epilogue/bias_activation.h"
@@ -56,17 +57,19 @@ class ScaledSums {
   }
   static CUTLASS_DEVICE bool uses_channels(Params const&) { return true; }
 
-  /// Whether outputs are sums as they are but for zero points; and the sum less the zero point's part, modulo 2^32.
+  /// Whether outputs are int32 sums, to which only zero points are applied.
   static CUTLASS_DEVICE bool stores_sums(Params const& params) {
     return kInteger && params.output_type == qcutlass::DType::kInt32;
   }
+  /// Whether activations have zero points.
   static CUTLASS_DEVICE bool shifts(Params const& params) { return kInteger && params.scales.azp != nullptr; }
+  /// The sum minus the zero point's part, modulo 2^32.
   static CUTLASS_DEVICE Sum shifted(Sum sum, Token const& token, Channel const& channel) {
     if constexpr (kInteger) sum = Sum(uint32_t(sum) - uint32_t(token.azp) * uint32_t(channel.codes));
     return sum;
   }
 
-  /// `shifts`: as the function. The zero point's part alone may exceed 32 bits.
+  /// The scaled sum plus bias, fp32. `shifts`: what the function says. The zero point's part alone may exceed 32 bits.
   static CUTLASS_DEVICE float value(Sum sum, Token const& token, Channel const& channel, bool shifts) {
     float v = float(sum);
     if constexpr (kInteger)

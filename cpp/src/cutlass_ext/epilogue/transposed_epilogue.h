@@ -1,8 +1,8 @@
-// From the transposed accumulators (channels x tokens) of the main loops to row-major [token][channel].
+// Passes the transposed accumulators (channels x tokens) of the main loops on row-major, [token][channel].
 //
-// Through shared memory, some token columns at a time: warps write their fragments transposed, every slice of k in a
-// plane of its own; then each thread adds the planes in order and owns 8 consecutive channels of a token. Blocks of a
-// cluster that share k do the same with each other's planes, each for its part of the tokens.
+// This goes through shared memory, some token columns at a time. Warps write their fragments transposed, each slice of
+// k into a plane of its own. Then each thread adds the planes in order, for 8 consecutive channels of a token. Blocks
+// of a cluster that share k also add each other's planes; each block does so for its share of the tokens.
 #pragma once
 
 #include "cutlass/epilogue/warp/fragment_iterator_tensor_op.h"
@@ -36,9 +36,9 @@ class TransposedEpilogue {
   /// First of the 8 channels, within the block's tile, that this thread passes on.
   CUTLASS_DEVICE int channel() const { return thread_ % kVectors * kVector; }
 
-  /// Calls output(token within the tile, sums of 8 channels) for every token of the tile. Where `blocks` > 1 blocks of
-  /// a cluster share k: for this block's share of the tokens, the sums being those of all of them. Where they do not, a
-  /// thread's rows come kTogether at a time, for outputs that have much to do.
+  /// Calls output(token within the tile, sums of 8 channels) for every token of the tile. If `blocks` > 1 blocks of a
+  /// cluster share k, it does so for this block's share of the tokens, with the sums of all blocks. Otherwise it calls
+  /// output for kTogether rows of a thread at a time, unrolled, for output operators with much work.
   template <int kTogether = 1, class Output>
   CUTLASS_DEVICE void run(typename Mma::FragmentC const& accumulators, int blocks, int rank, Output const& output) {
     CUTLASS_PRAGMA_UNROLL
@@ -84,8 +84,8 @@ class TransposedEpilogue {
   /// A thread stays with its channels and goes from row to row; threads that make no whole row have none.
   CUTLASS_DEVICE int first_row() const { return thread_ < kRowStep * kVectors ? thread_ / kVectors : kTokens; }
 
-  /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time, fragment[8 m + ..] = D[channel 8m +
-  /// g][token 2t + i]. CUTLASS has no store iterator to go with it.
+  /// FragmentIteratorTensorOp's column-major form yields one n8 block at a time: fragment[i * kOctets + m] is the sum
+  /// of channel 8m + g and token 2t + i. CUTLASS has no store iterator to go with it.
   using FragmentIterator =
       warp::FragmentIteratorTensorOp<WarpShape, gemm::GemmShape<16, 8, 16>, Sum, Array<Sum, 4>, layout::ColumnMajor>;
 

@@ -1,9 +1,9 @@
-// From the transposed sums of warpgroups (channels x tokens) to row-major [token][channel], and their addition over the
-// blocks of a cluster that share k.
+// Stores the transposed sums of warpgroups (channels x tokens) row-major, [token][channel], and adds the sums of blocks
+// of a cluster that share k.
 //
-// Sums become values where they are, in threads that have two channels each. Every warpgroup transposes its own 64
-// channels, 32 tokens at a time, by stmatrix, through two small buffers of its own beside the ring, which the producer
-// already fills for the next tile.
+// Scale, bias and activation are applied to the sums in their registers; a thread has two channels. Then every
+// warpgroup transposes its own 64 channels by stmatrix, 32 tokens at a time. It uses two small buffers of its own,
+// since the producer already fills the ring for the next tile.
 #pragma once
 
 #include "cute/arch/copy_sm90.hpp"
@@ -26,7 +26,7 @@ class WgmmaEpilogue {
   using Output = typename Mma::Output;
   /// Of 8-bit activations sums are scaled by those of tokens, and the output's type is the launch's.
   static constexpr bool kScalesTokens = sizeof(typename Mma::Element) == 1;
-  /// The 16 bits that an output is, where its type is the launch's.
+  /// A 16-bit type for the words of an output whose type (float16 or bfloat16) is known at run time.
   using Element = std::conditional_t<kScalesTokens, half_t, typename Mma::Element>;
   using Params = typename Output::Params;
   static constexpr int kChannels = arch::kWarpgroupRows;  // of a warpgroup
@@ -45,16 +45,16 @@ class WgmmaEpilogue {
   CUTLASS_DEVICE WgmmaEpilogue(SharedStorage& storage, int warpgroup, int thread)
       : storage_(storage), warpgroup_(warpgroup), thread_(thread) {}
 
-  /// Requests what the sums of the next tile need: nothing; sums and fragments leave no registers.
+  /// Would request what the epilogue of the next tile needs; sums and fragments leave no registers for that.
   CUTLASS_DEVICE void request(Params const&, int /*channel*/, int /*token*/) {}
 
   /// Bytes that a block receives when `blocks` of them exchange sums, its own included.
   static constexpr int exchange_bytes(int blocks) { return blocks * Shares::most_parts(blocks) * kSlotBytes; }
 
-  /// Where `blocks` > 1 blocks of a cluster share k, each finishes some parts of the tile, 16 tokens each: sends the
-  /// sums of all parts to where they are finished, into the memory at `slots`. Before it and after it all threads of
-  /// the cluster must meet. This, and what follows it, runs once a launch: instructions that nobody has fetched yet
-  /// take longer than what they do, so there are few.
+  /// For `blocks` > 1 blocks of a cluster that share k. Each block finishes some parts of the tile, of 16 tokens each.
+  /// This sends the sums of every part to the block that finishes it, into its memory at `slots`. All threads of the
+  /// cluster must meet before and after. The exchange runs once a launch, with instructions that are not in the
+  /// instruction cache yet, so its code is short.
   CUTLASS_DEVICE void send(Sums const& sums, uint4* slots, int blocks, int rank) const {
     uint4* const own = slots + slot(rank, blocks);
     int owner = 0, index = 0;  // among the owner's parts
@@ -69,9 +69,9 @@ class WgmmaEpilogue {
     }
   }
 
-  /// Writes a tile, which begins at (channel, token); what this block finishes of it, all blocks' sums added in order,
-  /// if its `rank` among `blocks` is not negative. `partials`: where to instead of the output, if shares of k are added
-  /// later. `meanwhile`: called once.
+  /// Writes the tile that begins at (channel, token). If `rank` is not negative, the block is one of `blocks` that
+  /// share the tile, and writes the parts that it finishes, with all blocks' sums added in order. If a later kernel
+  /// adds shares of k, sums go to `partials` instead of the output. `meanwhile` is called once.
   template <class Meanwhile>
   CUTLASS_DEVICE void run(Params const& given, int channel, int token, Sums& sums, uint4 const* slots, int blocks,
                           int rank, thread::PartialSums<Sum> const& partials, Meanwhile const& meanwhile) {
@@ -95,7 +95,7 @@ class WgmmaEpilogue {
         store_floats(params, sums, channel, token);
         return;
       }
-    // Neither short tiles nor gates with residuals have code of their own: every copy of the passes is to be compiled.
+    // Short tiles, and gates with residuals, have no code of their own: every copy of the passes takes time to compile.
     bool const is_whole = kPasses > 2 && params.vectors, adds = kHasResiduals && params.residual != nullptr;
     if (params.gate != qcutlass::Gate::kNone) {
       if (is_whole && !adds)
@@ -116,14 +116,14 @@ class WgmmaEpilogue {
   static constexpr int kSlotBytes = Shape::kM * kPartTokens * int(sizeof(Sum)), kSlotWords = kSlotBytes / 16;  // a part
   static constexpr int kPartSums = 8;  // of a thread
 
-  /// Whether residuals may follow. They, and gates, find sums that are rounded, as separate operators do.
+  /// Whether there may be residuals. Sums are rounded before residuals and gates, as separate operators do it.
   static constexpr bool kHasResiduals = !Mma::kExperts;
-  /// Whether whole tiles have code of their own for residuals: not where these would cost the main loop registers.
+  /// Whether whole tiles have code of their own for residuals: not if it would take registers from the main loop.
   static constexpr bool kWholeResiduals = kHasResiduals && !kScalesTokens;
-  /// Whether residuals of 16 bits may have any alignment; others are the plan's to refuse.
+  /// Whether residuals of 16 bits may have any alignment. If not, selection does not take this tile for unaligned ones.
   static constexpr bool kAnyResiduals = !kScalesTokens || qcutlass::takes_any_residual(Shape::kN);
 
-  /// The launch's parameters, as the end of a tile has them.
+  /// The launch's parameters; see opaque() for why they may be hidden from the compiler.
   static CUTLASS_DEVICE decltype(auto) of_this_tile(Params const& given) {
     if constexpr (kScalesTokens)
       return thread::opaque(given);
@@ -180,11 +180,10 @@ class WgmmaEpilogue {
     }
   }
 
-  /// Passes whose residual is requested before that of the pass at hand is added. Four warpgroups have no registers for
-  /// more than one.
+  /// How many passes ahead residuals are requested. Four warpgroups have no registers for more than one.
   static constexpr int kPassesAhead = Mma::kWarpgroups == 2 && kPasses > 1 ? 2 : 1;
 
-  /// Stores the whole tile in vectors: what large products do, without a branch from one pass to the next.
+  /// Stores a whole tile in vectors, without a branch between passes. Most tiles of large products are stored so.
   template <bool kGated, bool kResidual>
   CUTLASS_DEVICE void store_whole(Params const& params, Sums const& sums, int channel, int token) const {
     constexpr int kColumns = kGated ? kVector / 2 : kVector;
@@ -226,7 +225,8 @@ class WgmmaEpilogue {
     }
   }
 
-  /// A thread's columns of a row of rounded sums: the channels themselves, or what gates make of twice as many.
+  /// A thread's output columns, from a row of rounded sums: the channels themselves, or, with a gate, the products of
+  /// twice as many channels.
   template <bool kGated>
   static CUTLASS_DEVICE auto finished(Params const& params, Element const* sums, int column) {
     if constexpr (!kGated) {
@@ -257,7 +257,7 @@ class WgmmaEpilogue {
     });
   }
 
-  /// Calls function(a value of the 16 bits that an output is).
+  /// Calls function(element) with a value of the output's 16-bit type.
   template <class Function>
   static CUTLASS_DEVICE void with_element(Params const& params, Function const& function) {
     if constexpr (kScalesTokens)

@@ -19,8 +19,8 @@ struct ExpertWork {
 template <class Shape, int kReaders>
 class ExpertSchedule {
  public:
-  /// Finding is ahead of the producer, and that of the consumers by as many tiles as the ring of operands holds; with
-  /// more places nobody has to wait.
+  /// The finding warp runs ahead of the producer, and the producer ahead of the consumers, by the tiles whose operands
+  /// the ring holds. With four places no warp has to wait for another.
   static constexpr int kPlaces = 4;
 
   struct SharedStorage {

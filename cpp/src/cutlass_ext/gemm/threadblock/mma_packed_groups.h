@@ -1,7 +1,7 @@
-// The multistage main loop of 4-by-8-bit products: operand A is codes less their zeros, in 8 bits, exactly, and the
-// sums of each group of k leave the MMAs' registers to be scaled and added in fp32, as mma_packed_wgmma_groups.h has
-// it. As in blockwise products (mma_packed_blockwise.h) they are made strip by strip, with operand B of a whole slice
-// in registers. Codes are converted one step ahead, between the MMAs.
+// The multistage main loop of 4-by-8-bit products. As in mma_packed_wgmma_groups.h, operand A is the codes minus their
+// zeros, in 8 bits, exactly; and after each group of k the sums leave the MMAs' registers to be scaled and added in
+// fp32. As in mma_packed_blockwise.h, the loop goes strip by strip, with operand B of a whole slice in registers. Codes
+// are converted one step ahead, between the MMAs.
 #pragma once
 
 #include "cutlass_ext/gemm/threadblock/multistage_ring.h"
@@ -48,8 +48,8 @@ class MmaPackedGroups : public MultistageRing<Shape, WarpShape, Stages, Element,
   static constexpr int kRowSteps = kSteps / kSliceRows;  // whose sums are scaled together, by one row of scales
   static_assert(kRowSteps * Ring::Traits::kStepK == qcutlass::promoted_k(kMode));
 
-  /// Outputs (n8 blocks) of a strip whose sums over kRowSteps steps are made together, a unit. A single step's need not
-  /// be all: they wait for no others.
+  /// A unit: the outputs (n8 blocks) of a strip whose sums over kRowSteps steps are computed together, all of them.
+  /// With a single step two are enough, since no MMA has to wait for the result of another.
   static constexpr int kTogether = kRowSteps == 1 ? 2 : kColumns, kTurns = kColumns / kTogether;
   using Blocks = typename ArchMma::FragmentC[kTogether];
   using Sums = Array<float, 4>;

@@ -57,12 +57,12 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// before this one.
   CUTLASS_DEVICE void prefetch_weights() { ring_.prefetch_weights(); }
 
-  /// Whether replace_odd() may be needed, by another object: sums of codes are scaled.
+  /// Whether sums of codes with minimums are scaled, so that sums may be "odd": not finite where a sum of dequantised
+  /// weights is, or NaN where that is infinite. The kernel then calls replace_odd() of another object.
   static constexpr bool kMayBeOdd = qcutlass::streams_minimum_sums(kMode, Shape::kN);
 
-  /// Whether any sum of the block's `channels` that exist is not finite: where an activation is infinite the signs of
-  /// weights decide what it is, and sums of codes may overflow where those of weights do not. What is beyond the last
-  /// channel was made of anything. For all threads of the block.
+  /// Whether any sum of the block's first `channels` channels is not finite. (Sums of channels beyond the last are made
+  /// of undefined scales and do not count.) For all threads of the block.
   static CUTLASS_DEVICE bool any_odd(FragmentC const& accumulators, int channels, int warp, int lane) {
     int const first = Fragments(warp, lane).first_channel();
     bool odd = false;
@@ -74,7 +74,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     return __syncthreads_or(odd);
   }
 
-  /// Takes such sums anew, by dequantised weights.
+  /// Computes the sums that are not finite again, with dequantised weights.
   CUTLASS_DEVICE void replace_odd(FragmentC& accumulators) {
     FragmentC others;
     others.clear();
@@ -256,7 +256,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     }
   }
 
-  /// The products of a stage whose groups have as many columns as kGroupSteps steps, or a multiple of that.
+  /// The products of a stage, of groups of a multiple of kGroupSteps steps.
   template <int kGroupSteps, bool kPowers>
   CUTLASS_DEVICE void accumulate_groups(Sums* sums, uint8_t const* place, Tokens const& b) const {
     CUTLASS_PRAGMA_UNROLL
@@ -317,8 +317,8 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
       accumulate_scaled_groups<kGroupSteps, false>(accumulators, two_levels<false>());
   }
 
-  /// kGroupSteps: a group has as many columns, or a multiple of that. Stages are gone through in halves, for want of
-  /// registers.
+  /// kGroupSteps: groups are multiples of so many steps. A stage is computed in two halves, as there are no registers
+  /// for all of its tokens and codes.
   template <int kGroupSteps, bool kMinimums, class Numbers>
   CUTLASS_DEVICE void accumulate_scaled_groups(FragmentC& accumulators, Numbers const& numbers) {
     Sums* const sums = reinterpret_cast<Sums*>(&accumulators);
@@ -416,7 +416,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     return starts;
   }
 
-  /// Those of strips from the warp's strip m on.
+  /// The operands of kCount strips from the warp's strip m on.
   template <int kCount>
   CUTLASS_DEVICE void load_operands(Operands (&operands)[kCount], uint8_t const* place, int row, int m) const {
     fragments_.load_operands(operands, place, row, m, args_.scales.type,

@@ -1,7 +1,7 @@
-// The wgmma main loop of 4-by-8-bit products: that of weight-only products (mma_packed_wgmma_rs.h), whose ring and
-// producer it has, with operand A, codes less their zeros, in 8 bits. Nothing is rounded there; the sums of each group
-// of k leave the MMAs' registers to be scaled and added in fp32 ("promotion"). MMAs are of half of the tokens: while
-// the sums of one half are promoted, those of the other half are made.
+// The wgmma main loop of 4-by-8-bit products. It has the ring and the producer of weight-only products
+// (mma_packed_wgmma_rs.h). Operand A is the codes minus their zeros, in 8 bits, which is exact. After each group of k
+// the sums leave the MMAs' registers to be scaled and added in fp32 ("promotion"). An MMA covers half of the tokens:
+// while the sums of one half are promoted, the MMAs of the other half run.
 #pragma once
 
 #include "cutlass_ext/gemm/threadblock/mma_packed_wgmma_rs.h"
@@ -71,8 +71,8 @@ class MmaPackedWgmmaGroups : public MmaPackedWgmmaRs<Shape, kWarpgroups_, kStage
     static constexpr int kGroupSteps = kSteps / kRows;  // whose sums are scaled together
     static_assert(kStages % 2 == 0, "a place has one of the two fragment buffers");
 
-    /// A stage in every place of the ring. The last MMAs are waited for: ptxas serialises those in flight where a loop
-    /// ends, if others' sums are read meanwhile.
+    /// One stage in every place of the ring. The last stage waits for its MMAs: if sums were read while MMAs are in
+    /// flight at the end of a loop, ptxas would serialise the MMAs.
     template <int... kPlaces>
     CUTLASS_DEVICE void round(FragmentC& sums, int& left, std::integer_sequence<int, kPlaces...>) {
       Sums halves[2];

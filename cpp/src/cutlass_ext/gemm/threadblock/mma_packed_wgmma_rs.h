@@ -36,7 +36,7 @@ class MmaPackedWgmmaRs {
   using Scales = typename Traits::Scales;
   using Converter = typename Scales::Converter;
   using Operands = typename Scales::Operands;
-  /// What a row of scales is from shared memory to the conversion.
+  /// The registers that hold a row of scales between its load and the conversion.
   using Fetched = typename Traits::FetchedScales;
 
   static constexpr int kThreads = (kWarpgroups + 1) * arch::kWarpgroupThreads;
@@ -53,8 +53,9 @@ class MmaPackedWgmmaRs {
   static constexpr int kTiles = Shape::kK / LayoutA::kTileK;  // packed tiles of a strip and stage
   static constexpr int kRows = qcutlass::scale_rows(kMode, Shape::kK);
   static constexpr int kRowSteps = kRows > 0 ? kSteps / kRows : kSteps;  // steps that one row of scales serves
-  /// Rows of scales in a box. Where a stage has many, all come in one, from its first group on, and consumers find
-  /// their group's; else each one's own, so that consumers need not divide.
+  /// Rows of scales in a TMA box. Native groups have a box for every row, so that consumers need not divide by the size
+  /// of groups. In other modes one box has all rows of a stage, from the stage's first group on, and consumers find the
+  /// row of their group in it.
   static constexpr int kBoxRows = kMode == qcutlass::ScaleMode::kNative ? 1 : kRows;
 
   /// Whether consumers find operands of conversions in the ring, as other warps have made them.
@@ -111,8 +112,8 @@ class MmaPackedWgmmaRs {
     }
     CUTLASS_DEVICE uint8_t* scales(int place) { return rings + kScales + place * kScaleBytes; }
     CUTLASS_DEVICE uint8_t* zeros(int place) { return rings + kZeros + place * kZeroBytes; }
-    /// The operands that a strip has of 16 columns, those of lanes 0, 4, 8 ... 28: two scales and two zeros each. They
-    /// have the room of both.
+    /// The operands of a strip for 16 columns, one for each of lanes 0, 4, 8 ... 28: two scales and two zeros. They use
+    /// the rings of scales and of zeros.
     CUTLASS_DEVICE uint4* operands(int place, int row, int strip) {
       int const index = (place * kRows + row) * (Shape::kM / 16) + strip;
       return reinterpret_cast<uint4*>(rings + kScales) + index * 8;
@@ -159,8 +160,8 @@ class MmaPackedWgmmaRs {
       }
     }
 
-    /// Of experts' groups none is another's: beyond the last one there are zeros, not numbers that k beyond the end
-    /// could be scaled to NaN by.
+    /// The maps of experts have a dimension of experts. So rows beyond an expert's last group are zeros, and not scales
+    /// of the next expert, which could turn k beyond the end into NaN.
     CUTLASS_DEVICE void load_rows(CUtensorMap const& map, int place, uint8_t* to, int channel, int group) {
       if constexpr (kExperts)
         cute::SM90_TMA_LOAD_5D::copy(&map, barrier(place), args_.weight_policy, to, args_.has_halves ? 0 : channel, 0,
@@ -236,18 +237,20 @@ class MmaPackedWgmmaRs {
     static constexpr int kCodeSteps = kBatchTiles * LayoutA::kSteps;  // whose codes are in registers
     static constexpr int kBatchRows = kBatch > kRowSteps ? kBatch / kRowSteps : 1;
     static constexpr bool kAnyType = qcutlass::takes_any_type(kMode);
-    /// Whether the lanes that load a batch's scales, several rows of them at once, find these rows: where conversions
-    /// are the limit. With batches as long as stages it is the MMAs, and the uniform datapath takes less from them.
+    /// Whether each lane finds the row of the box that it loads, so that a batch's rows are found at once. This is
+    /// faster if conversions are the limit. If a batch is a whole stage MMAs are the limit; then the uniform datapath
+    /// finds the rows.
     static constexpr bool kLanesFindRows = kBoxRows > 1 && kBatchRows > 1 && kBatches > 1 && !kMakesOperands;
-    /// Whether two rows are read as one where no group ends between them: where each takes many instructions.
+    /// Whether two rows are read as one if no group ends between them: for scales whose load takes many instructions.
     static constexpr bool kSharesRows =
         kLanesFindRows && kBatchRows % 2 == 0 && (kAnyType || qcutlass::has_float_codes(kPacking_));
-    /// How many batches before its MMAs a batch's codes and scales leave shared memory: 2, if each batch has its own,
-    /// and looking ahead does not hold on to another stage.
+    /// How many batches before its MMAs a batch's codes and scales are loaded from shared memory: 2 if no two batches
+    /// share codes or scales, and if a stage has several batches, so that loading ahead holds back no other stage.
     static constexpr int kAhead = kBatches > 1 && kBatch % kCodeSteps == 0 && kBatch % kRowSteps == 0 ? 2 : 1;
 
-    /// What loops do with scales: they are operands as they are fetched, or, of small numbers, of one type, for which
-    /// there is a loop of its own; with kPairs, which MXFP4 has, no group ends between two rows.
+    /// Tags of the loops, by how they get the operands of conversions. OwnScales: loaded scales are the operands.
+    /// MadeOperands: other warps have made them. SmallNumbers: scales of one type, with a loop for each type; with
+    /// kPairs (MXFP4) no group ends between two rows.
     struct OwnScales {};
     struct MadeOperands {};
     template <class Type_, bool kPairs_>
@@ -344,7 +347,7 @@ class MmaPackedWgmmaRs {
       codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
     }
 
-    /// The operands of a batch, as they were made.
+    /// Loads the operands that other warps have made for a batch.
     CUTLASS_DEVICE void load_operands(int place, int batch) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatchRows; ++i) {
@@ -353,7 +356,7 @@ class MmaPackedWgmmaRs {
       }
     }
 
-    /// Those of a batch that begins with `step`.
+    /// Loads the scales of a batch that begins with `step`.
     CUTLASS_DEVICE void load_scales(Fetched (&scales)[kBatchRows], int place, int step, OwnScales) {
       int const scale_row = kAnyType ? args_.scale_row : Shape::kM * 2,
                 zero_row = kAnyType ? args_.zero_row : Shape::kM;

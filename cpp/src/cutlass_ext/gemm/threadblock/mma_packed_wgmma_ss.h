@@ -19,9 +19,9 @@
 
 namespace cutlass::gemm::threadblock {
 
-/// Shape: channels x tokens x k of a stage, 128 bytes of a row. kTurns: of blocks, whether gate and up lie in turns of
-/// 16 channels, each with scales of its own. That takes three instructions a stage more, and 2 to 4 % of the time from
-/// 1024 tokens on.
+/// Shape: channels x tokens x k of a stage, 128 bytes of a row. kTurns: in blockwise products, whether gate and up lie
+/// in turns of 16 channels and have block scales of their own. That takes three more instructions a stage, and 2 to 4 %
+/// of the time from 1024 tokens on.
 template <class Shape_, int kWarpChannels_, int kStages_, class Element_, qcutlass::ScaleMode kMode_, bool kTurns_>
 class MmaPackedWgmmaSs {
  public:
@@ -76,7 +76,7 @@ class MmaPackedWgmmaSs {
     CUTLASS_DEVICE uint8_t* activations(int place, int /*chunk*/) { return stage(place); }
   };
   using Barriers = RingBarriers<kStages>;
-  /// Warps that free a place of the ring, which what comes fills in all blocks that share weights.
+  /// Warps that free a place of the ring: those of all blocks that share weights, as a fetch fills the place in all.
   static CUTLASS_DEVICE int freeing_warps(Arguments const& args) { return kWarpgroups * 4 * args.sharers; }
 
   /// The producing thread.
@@ -153,9 +153,9 @@ class MmaPackedWgmmaSs {
       return --left > 0;
     }
 
-    /// A stage in every place of the ring, with a promotion after each stage, while the MMAs of the next one run. The
-    /// last one waits for all MMAs: ptxas serialises those in flight where a loop ends, or a path leaves it, if others'
-    /// sums are read meanwhile.
+    /// One stage in every place of the ring. The sums of a stage are promoted while the MMAs of the next stage run. The
+    /// last promotion waits for all MMAs: if sums were read while MMAs are in flight at the end of a loop, or on a path
+    /// out of it, ptxas would serialise the MMAs.
     template <int... kPlaces>
     CUTLASS_DEVICE void promoted_round(FragmentC& sums, std::integer_sequence<int, kPlaces...>) {
       Sums blocks[2];
@@ -221,8 +221,9 @@ class MmaPackedWgmmaSs {
       if (releases_) barriers_.empty[place].arrive(peer_);
     }
 
-    /// Scales are requested kAhead stages before their use. Registers are short: of a quad, lane 0 loads those of row
-    /// g, lane 1 of row g + 8, the others those of the channels, of gates and of up where these lie in turns.
+    /// Scales are requested kAhead stages before their use. To save registers the lanes of a quad share the loads: lane
+    /// 0 loads the scale of row g, lane 1 that of row g + 8, lanes 2 and 3 those of the channels (of gate and of up, if
+    /// these lie in turns).
     CUTLASS_DEVICE void begin_scales(int channel, int token, int first_k, int stages) {
       BlockScaleMatrices const& blocks = args_.blocks;
       // Rows beyond the last have its scale.

@@ -1,9 +1,9 @@
-// Scales and zeros of integer weights that are scaled in fp32, from global memory to the operands of conversions: made
-// by the warps of a wgmma kernel that have nothing else to do, those beside the producing thread.
+// Turns scales and zeros of integer weights that are scaled in fp32 into the operands of conversions, from global to
+// shared memory. The three warps of the producing warpgroup that request nothing do this.
 //
-// Types, sizes of groups and two levels are the launch's: they take branches, divisions and conversions for every row
-// of scales. Consumers, each for its strip and between their MMAs, waited longer for these than they converted codes.
-// Now they read a lane's operands of a step by one 128-bit load, whatever the types are.
+// The types of scales and zeros, the size of groups and the number of levels are known at run time alone, so each row
+// of scales takes branches, divisions and conversions. When consumers did this between their MMAs, it took them longer
+// than converting codes. Now a lane reads its operands of a step by one 128-bit load, whatever the types are.
 #pragma once
 
 #include "cutlass_ext/gemm/threadblock/ring_producer.h"
@@ -12,7 +12,7 @@
 
 namespace cutlass::gemm::threadblock {
 
-/// Where they are: scales, and zeros or minimums, of one level or two, [groups, channels].
+/// Scales, and zeros or minimums, of one level or two, [groups, channels] in global memory.
 template <qcutlass::ScaleMode kMode>
 struct OperandMatrices {
   GroupMatrix scales, zeros;
@@ -20,8 +20,9 @@ struct OperandMatrices {
   int k;  // columns; operands of those beyond are zeros
 };
 
-/// Where the operands of channels c and c + 8 of a strip are among its eight. Eight lanes store those of four strips at
-/// once, two each, 4 apart: in the same order in each strip, which has all 32 banks, four would meet in each bank.
+/// The slot, of a strip's eight, that holds the operands of channels c and c + 8. A strip's eight slots of 16 bytes
+/// span all 32 banks. Eight lanes store at once, to four strips, two slots each, 4 apart. With the same order in every
+/// strip four lanes would store to the same banks.
 CUTLASS_DEVICE int operand_slot(int strip, int c) { return c ^ (strip & 3); }
 
 /// One of kOperandWarps warps, which take rows of scales in turns, whatever stage they are of. SharedStorage has the
@@ -111,8 +112,8 @@ class OperandProducer {
     int place = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int left = stages; left > 0; --left) {
-      // Parities tell a phase from the next one alone. So those that have no row of a stage wait for it, too, and say
-      // so, by arrivals: a stage is full when none of the warps can miss the phase before it any more.
+      // A barrier's parity tells a phase only from the next one. So a warp waits, and all its lanes arrive, even for a
+      // stage of which it has no row: a stage is full only when no warp can miss a phase any more.
       barriers_.empty[place].wait(~phases_ >> place & 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (; until_mine_ * rows < kRows; until_mine_ += kOperandWarps)

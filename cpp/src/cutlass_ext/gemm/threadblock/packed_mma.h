@@ -62,7 +62,8 @@ struct PackedMma {
     codes[0] = words.x, codes[1] = words.y, codes[2] = words.z, codes[3] = words.w;
   }
 
-  /// Whether weights are made of small numbers, whose scales may have rests and leave sums in a unit of their own.
+  /// Whether weights are made of small numbers (dequantize_float.h), whose scales may have rests, and after which sums
+  /// may have to be multiplied by a power of two: see float_code_scales.h.
   static constexpr bool kHasSmallNumbers =
       kPacking == qcutlass::Packing::kE2M1A16 && kMode != qcutlass::ScaleMode::kFloat;
   using Scales = warp::ScalesOf<Element, kPacking, kMode>;

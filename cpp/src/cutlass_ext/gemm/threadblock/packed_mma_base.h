@@ -31,7 +31,7 @@ class PackedMmaBase {
   static constexpr int kColumns = WarpShape::kN / 8;  // n8 blocks per warp
   static constexpr int kSteps = WarpShape::kK / Traits::kStepK;
 
-  /// Whether sums may have to be taken anew: of main loops that do so.
+  /// Whether sums may have to be computed again; main loops that do this override it.
   static constexpr bool kMayBeOdd = false;
 
   using FragmentC = Array<Accumulator, kStrips * kColumns * 4>;  // [column][strip], as CUTLASS orders accumulators

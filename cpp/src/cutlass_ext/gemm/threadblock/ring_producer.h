@@ -24,9 +24,9 @@ struct RingBarriers {
   }
 };
 
-/// The rows of activations of a product's tiles, kTokens each. The last tile has a map of its own, of just the tokens
-/// that exist: rows outside a tensor are not read, but their zeros come at some 16 bytes a clock, slower than MMAs need
-/// them. What lies in the ring instead reaches no sum of other tokens.
+/// The tensor maps of a product's tiles of kTokens rows of activations. The last tile has a map of its own, with as
+/// many rows as tokens exist: TMA would fill other rows with zeros, but at some 16 bytes a clock, slower than MMAs need
+/// them. The stale bytes that stay in the ring instead reach only sums of absent tokens.
 template <int kTokens>
 struct TokenBoxes {
   CUtensorMap whole, last;

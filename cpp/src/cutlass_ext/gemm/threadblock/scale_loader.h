@@ -19,7 +19,8 @@ struct GroupMatrix {
   int row_bytes;
   qcutlass::DType type;
 
-  /// Where a row has what a tile from `channel` on has at `byte`, a multiple of 16: of 16 channels at most.
+  /// The byte of a row at which a tile's byte `byte` lies, for a tile from `channel` on. `byte` is a multiple of 16,
+  /// and the 16 bytes from there on belong to 16 channels at most.
   CUTLASS_DEVICE int byte(layout::NoHalves const&, int channel, int byte) const {
     return channel * element_bytes + byte;
   }
@@ -62,8 +63,8 @@ struct NoSuperBlocks {
 template <qcutlass::ScaleMode kMode>
 using SuperBlocksOf = std::conditional_t<qcutlass::takes_super_blocks(kMode), SuperBlocks, NoSuperBlocks>;
 
-/// Where the numbers of a stage's super-block lie: integers of groups leave the second half of the first row's place,
-/// of fp32 numbers, to them.
+/// Where a stage has the numbers of its super-block. The first row has room for fp32 numbers; integers of groups use
+/// its first quarter, and the float16 numbers of the super-block its second half.
 CUTLASS_HOST_DEVICE constexpr int super_byte(int channels) { return 2 * channels; }
 
 /// Copies the rows of scales and zeros of a stage: row r serves k = r * kRowK .. + kRowK and is that of the group that

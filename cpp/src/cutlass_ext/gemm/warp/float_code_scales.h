@@ -7,9 +7,11 @@
 
 namespace cutlass::gemm::warp {
 
-/// What small numbers of e2m1 are multiplied by: scales times their unit, two 16-bit halves at once. In each half a
-/// scale of 2 and more keeps its value, or has an even one, and leaves a rest. Scales of each type are a struct: how
-/// they are `Stored`, the bits `kLarge` that tell those of 2 and more, and what they become.
+/// What small numbers of e2m1 are multiplied by: scales times Codes::kUnit (2^14 or 2^126), two 16-bit halves at once.
+/// For a scale of 4 and more the product would overflow. All scales of 2 and more, which one bit tells, become two
+/// factors, the second of which is the rest: the scale and the unit, or, for powers of two in fp16, half of the scale
+/// and 2^15. Scales of each type are a struct: how they are `Stored`, the bits `kLarge` that tell those of 2 and more,
+/// and what they become.
 template <class Element>
 struct SmallNumberScales {
   using Codes = arch::FloatCodes<Element, qcutlass::Packing::kE2M1A16>;
@@ -52,7 +54,8 @@ struct SmallNumberScales {
     }
   };
 
-  /// e4m3 ones take 2^9 less, which the sums get: up to 448 they have no rest then, and every weight is exact.
+  /// e4m3 scales are multiplied by 2^9 less than the unit; the sums are multiplied by 2^9 at the end. So scales up to
+  /// 448 have no rest, and every weight is exact.
   static constexpr float kSumUnit = 512;
   struct Float8 {
     using Stored = uint8_t;
