@@ -87,6 +87,16 @@ def test_nan_and_infinity_count_where_the_reference_has_none() -> None:
         assert testing.error_ratio(bad, ref) == torch.inf, (row, wrong)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_small_results_are_held_to_their_own_size(dtype: torch.dtype, seed: int) -> None:
+    """Types with the exponents of fp32 hold results far below fp16's smallest: zeros are wrong there, too."""
+    generator = torch.Generator().manual_seed(seed)
+    a = (torch.randn(3, 64, generator=generator) * 2.0**-60).to(dtype)
+    ref = testing.reference(a, torch.randn(8, 64, generator=generator))
+    assert testing.assert_close(ref.value.to(dtype), ref) <= 1
+    assert testing.error_ratio(torch.zeros_like(ref.value, dtype=dtype), ref) > 1
+
+
 def test_overflow_rounds_to_infinity() -> None:
     ref = testing.reference(torch.full((1, 2), 60000.0, dtype=torch.float16), torch.ones(1, 2))
     assert testing.error_ratio(torch.tensor([[torch.inf]], dtype=torch.float16), ref) == 0

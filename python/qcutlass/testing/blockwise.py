@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
-_TINY: Final = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 _LEAST_SCALE: Final = 2.0**-126
 _UNDERFLOW: Final = 2.0**-125  # of errors: no more than what sums of zeros may have
 _LARGEST: Final = 127
@@ -75,10 +74,6 @@ class BlockwiseReference(Reference):
     def sum_error(self, splits: int) -> Tensor:
         error = (self.blocks + splits) * _ROUNDING * self.magnitude
         return error if self.inner is None else error + self.inner
-
-    @property
-    def underflow(self) -> float:
-        return _TINY[self.dtype]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

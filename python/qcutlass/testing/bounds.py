@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 UNIT_ROUNDOFF: Final = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 """Half the distance from 1 to the next number: the relative error of rounding to nearest."""
+UNDERFLOW: Final = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
+"""The error of rounding results near 0: half of fp16's smallest subnormal; the others' subnormals may become 0."""
 
 _ROUNDING_SLACK: Final = 1 + 2.0**-7  # the value that is rounded is itself a little off: u * |x'| against u * |x|
 _STEP: Final = 2.0**-23  # tensor cores truncate inside a step: a whole unit in the last place of fp32
-_TINY: Final = 2.0**-25  # half of fp16's smallest subnormal
 EXACT_LIMIT: Final = 2**24
 """fp32 holds every integer up to here."""
 ALIGNMENT: Final = 2.0**-12
@@ -195,7 +196,7 @@ class Reference:
     @property
     def underflow(self) -> float:
         """Error of results near 0, where it is not relative."""
-        return _TINY
+        return UNDERFLOW[self.dtype]
 
 
 _Reference = TypeVar("_Reference", bound=Reference)
@@ -257,15 +258,15 @@ def finished_by(ref: _Reference, residual: Tensor | None, rounds_between: bool |
 def bound(ref: Reference, *, splits: int = 1) -> Tensor:
     """Oracle T: the largest error of a correct product, element by element.
 
-    Without bias and activation it is u*|ref|*(1 + 2^-7) + 2^-23*(K/8 + 16 + splits)*(|ref| + 4Q) + 2^-25, with u the
-    unit roundoff of the output and Q = `ref.spread` (`EightBitReference` has another middle term):
+    Without bias and activation it is u*|ref|*(1 + 2^-7) + 2^-23*(K/8 + 16 + splits)*(|ref| + 4Q) + e, with u the unit
+    roundoff of the output, Q = `ref.spread` and e = `ref.underflow` (`EightBitReference` has another middle term):
 
     * The first term is the rounding of the output.
     * The second is the error of the fp32 sum: 2^-23 of a partial sum, which tensor cores may lose by truncating, for
       each of K/8 + 16 + splits additions. These are one for every eight products, one for each slice of a block (up to
       16) and one for each split. |ref| + 4Q stands for the size of partial sums of terms that do not conspire. So it
       is a bound for random data, not for the worst case.
-    * The last is half of fp16's smallest subnormal.
+    * The last is the rounding of outputs near 0: 2^-25 in fp16, 2^-126 in bf16 and fp32.
 
     A bias adds its own fp32 rounding. An activation multiplies the error of its argument by its largest slope and adds
     2^-22 of the argument for its evaluation in fp32. A gate multiplies the error of either factor by the other factor,

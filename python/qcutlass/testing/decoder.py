@@ -7,14 +7,13 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import UNIT_ROUNDOFF, activate
+from qcutlass.testing.bounds import UNDERFLOW, UNIT_ROUNDOFF, activate
 
 Answer: TypeAlias = tuple[Tensor, Tensor]
 """float64 values, and the largest error of each in fp32, before it is rounded to the output's type."""
 
-_ROUNDING: Final = 2.0**-24
+_ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
 _LANES: Final = 16  # sums of squares are kept apart in at least so many parts
-_TINY: Final = 2.0**-25  # half of fp16's smallest subnormal
 
 
 def _norm_error(columns: int) -> float:
@@ -64,5 +63,5 @@ def answer_ratio(out: Tensor, answer: Answer) -> float:
         True
     """
     value, error = answer
-    bound = error + UNIT_ROUNDOFF[out.dtype] * (value.abs() + error) + _TINY
+    bound = error + UNIT_ROUNDOFF[out.dtype] * (value.abs() + error) + UNDERFLOW[out.dtype]
     return float(((out.double() - value).abs() / bound).max())

@@ -15,7 +15,6 @@ Scope: TypeAlias = Literal["none", "one", "each"]
 """Whether there is none of a parameter, one, or one for each row or channel."""
 
 _ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
-_TINY: Final = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 _INT8: Final = torch.int8
 
 
@@ -53,10 +52,6 @@ class EightBitReference(Reference):
             return 3 * _ROUNDING * self.sum.abs()
         error = super().sum_error(splits) + 2 * _ROUNDING * self.sum.abs()
         return error + ALIGNMENT * (3 * self.sum.abs() + 40 * self.spread) if self.aligned else error
-
-    @property
-    def underflow(self) -> float:
-        return _TINY[self.dtype]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -15,13 +15,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qcutlass.testing.bounds import SLOPE, UNIT_ROUNDOFF, activate, bound, dequantized_weight, reference
+from qcutlass.testing.bounds import SLOPE, UNDERFLOW, UNIT_ROUNDOFF, activate, bound, dequantized_weight, reference
 from qcutlass.testing.decoder import Answer
 from qcutlass.testing.problems import Case, Zeros
 
-_ROUNDING: Final = 2.0**-24
+_ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
 _EVALUATION: Final = 2.0**-21  # of a gate in fp32, relative to gate * up: see `decoder.gate_answer`
-_TINY: Final = 2.0**-25  # half of fp16's smallest subnormal
 
 # An operand that is off makes a product's own errors, of at most 2^-8 of its terms and its sum, larger by that share.
 _SECOND_ORDER: Final = 1 + 2.0**-7
@@ -204,7 +203,7 @@ def gated_answer(
 
 def _rounded(answer: Answer, dtype: torch.dtype) -> Answer:
     value, error = answer
-    return value, error + UNIT_ROUNDOFF[dtype] * (value.abs() + error) + _TINY
+    return value, error + UNIT_ROUNDOFF[dtype] * (value.abs() + error) + UNDERFLOW[dtype]
 
 
 def _product(x: Answer, experts: ExpertCodes, expert: int, dtype: torch.dtype, rounds_weights: bool) -> Answer:
@@ -244,7 +243,7 @@ def experts_answer(problem: MoeProblem, *, rounds_weights: bool = False) -> Answ
         gated = _rounded(gated_answer(case.activation, both, case.interleaved, case.limit), dtype)
         y, off = _product(gated, problem.down, expert, dtype, rounds_weights)
         scale = problem.topk_weights[token, slot].double()[:, None]
-        y, off = scale * y, scale.abs() * (off + _ROUNDING * y.abs()) + _TINY
+        y, off = scale * y, scale.abs() * (off + _ROUNDING * y.abs()) + UNDERFLOW[torch.float32]
         value.index_add_(0, token, y)
         error.index_add_(0, token, off)
         magnitude.index_add_(0, token, y.abs() + off)
