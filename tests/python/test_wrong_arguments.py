@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import qcutlass
 from qcutlass import W8A8, QuantizedTensor, WeightOnly, blockwise, expand_scales, models
+from qcutlass.formats import FloatLinear
 from qcutlass.layers import Int8Linear, QuantExperts, QuantLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.embedding import QuantEmbedding, TiedLinear
 
@@ -37,8 +38,12 @@ def experts(seed: int = 0) -> QuantExperts:
     return QuantExperts.from_weights(gate_up, down, WeightOnly(4, 32))
 
 
+def weight_only(**changed: Any) -> WeightOnlyLinear:
+    return WeightOnlyLinear(qcutlass.quantize(torch.randn(48, 64), 4, 32), **changed)
+
+
 def embedding() -> QuantEmbedding:
-    return QuantEmbedding(WeightOnlyLinear(qcutlass.quantize(torch.randn(48, 64), 4, 32)))
+    return QuantEmbedding(weight_only())
 
 
 def linears() -> nn.Sequential:
@@ -60,6 +65,26 @@ CALLS: Final[list[tuple[Callable[[], Any], str]]] = [
     (lambda: quantized().columns(3), "part: expected a slice of columns, got int"),
     (lambda: quantized().columns(slice(0, 16, 2)), "part: expected neighbouring columns of 16"),
     (lambda: quantized().columns(slice(4, 4)), "part: expected neighbouring columns of 16, at least one"),
+    (lambda: quantized().columns(slice("a", "b")), "part: expected a slice of integers"),
+    (lambda: quantized().rows(1), "index: expected a torch.Tensor, got int"),  # type: ignore[arg-type]
+    (lambda: quantized().rows([0, 2]), "index: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
+    (lambda: quantized().rows(torch.tensor([0.5])), "index: expected a tensor of int64, int32, bool, got float32"),
+    (lambda: quantized().rows(torch.tensor(2)), r"index: expected shape \[count\], got \[\]"),
+    (lambda: quantized().rows(torch.tensor([0, 3])), "index: expected numbers of 3 channels, got 0 to 3"),
+    (lambda: quantized().rows(torch.tensor([-4])), "index: expected numbers of 3 channels, got -4 to -4"),
+    (lambda: quantized().rows(torch.tensor([True])), r"index: expected shape \[3\] of booleans, got \[1\]"),
+    (lambda: quantized().rows(slice(None, None, -1)), "index: expected a step of at least 1"),
+    (lambda: quantized().rows(slice(None, None, 0)), "index: expected a slice of integers with a step"),
+    (lambda: quantized().rows(torch.tensor([0], device="meta")), "index is on meta, codes is on cpu"),
+    (lambda: quantized().dequantize("cpu"), "dtype: expected one of float16, bfloat16, float32, float64, got cpu"),  # type: ignore[arg-type]
+    (lambda: quantized().dequantize(torch.int8), "dtype: expected one of float16, bfloat16, float32, float64"),
+    (lambda: FloatLinear(ONE[None]).dequantize(1), "dtype: expected one of"),  # type: ignore[arg-type]
+    (lambda: FloatLinear(ONE[None]).rows(torch.tensor([1])), "index: expected numbers of 1 channels, got 1 to 1"),
+    (lambda: weight_only().rows(torch.tensor([48])), "index: expected numbers of 48 channels, got 48 to 48"),
+    (lambda: weight_only().columns(3), "part: expected a slice of columns, got int"),  # type: ignore[arg-type]
+    (lambda: QuantEmbedding(weight_only(), scale="2"), "scale: expected a number, got str"),  # type: ignore[arg-type]
+    (lambda: QuantEmbedding(weight_only(), "half"), "dtype: expected one of float16"),  # type: ignore[arg-type]
+    (lambda: qcutlass.quantize_activations(ONE, dtype=[]), "dtype: expected torch.int8"),  # type: ignore[arg-type]
     (lambda: expand_scales(torch.ones(4, 1), torch.ones(2, 1).half()), "scales: expected a tensor of uint8"),
     (lambda: expand_scales(ONE.to(torch.uint8), ONE.half()), r"super_scales: expected shape \[B, N\]"),
     (lambda: expand_scales([1], ONE.half()), "scales: expected a torch.Tensor"),  # type: ignore[arg-type]
@@ -147,3 +172,10 @@ def test_a_folder_is_overwritten_by_true_alone(overwrite: Any, tmp_path: Path) -
         with pytest.raises(TypeError, match=f"^{name}: expected True or False"):
             call()
     assert precious.read_text() == "precious"
+
+
+def test_the_first_columns_of_a_layer_keep_its_bias() -> None:
+    """Without a number at its beginning a slice was taken for one of later columns."""
+    layer = weight_only(bias=torch.ones(48))
+    for part, has_bias in ((slice(None, 32), True), (slice(-64, 32), True), (slice(32, None), False)):
+        assert (layer.columns(part).bias is not None) == has_bias

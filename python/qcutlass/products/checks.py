@@ -20,6 +20,7 @@ E8M0: Final[tuple[torch.dtype, ...]] = (
     (torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()  # torch has it since 2.7
 )
 DEVICES: Final = ("cpu", "meta", "cuda")
+_INDICES: Final = (torch.int64, torch.int32, torch.bool)
 _MOST_SPLITS: Final = 2**16  # blocks that a grid has in this direction
 
 ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
@@ -103,6 +104,12 @@ def check_operand(
         )
 
 
+def check_dtype(name: str, value: object, allowed: Sequence[torch.dtype]) -> None:
+    """Raises TypeError unless `value` is one of the types `allowed`."""
+    if not isinstance(value, torch.dtype) or value not in allowed:
+        raise TypeError(f"{name}: expected one of {names_of(allowed)}, got {value}")
+
+
 def check_vector(name: str, value: Tensor, length: int, letter: str) -> None:
     if value.shape != (length,):
         raise ValueError(f"{name}: expected shape [{letter}] = [{length}], got {shape_of(value)}")
@@ -155,6 +162,35 @@ def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
 
 def _listed(allowed: Container[int]) -> list[int]:
     return [value for value in range(257) if value in allowed]
+
+
+def check_index(name: str, value: object, length: int) -> None:
+    """Raises TypeError or ValueError unless `value` picks some of `length` channels: a slice, or a vector of integers.
+
+    Integers count from the end where they are negative, as torch has it; a vector of booleans, `[length]`, tells which.
+    """
+    if isinstance(value, slice):
+        if span_of(name, value, length).step < 1:
+            raise ValueError(f"{name}: expected a step of at least 1, got {value}")
+        return
+    check_tensor(name, value, _INDICES)
+    assert isinstance(value, Tensor)
+    if value.dim() != 1 or (value.dtype == torch.bool and len(value) != length):
+        expected = f"[{length}] of booleans" if value.dtype == torch.bool else "[count]"
+        raise ValueError(f"{name}: expected shape {expected}, got {shape_of(value)}")
+    if value.dtype == torch.bool or value.is_meta or not len(value):
+        return
+    low, high = (int(end) for end in value.aminmax())
+    if low < -length or high >= length:
+        raise ValueError(f"{name}: expected numbers of {length} channels, got {low} to {high}")
+
+
+def span_of(name: str, part: slice, length: int) -> range:
+    """The numbers of `length` ones that a slice picks; raises TypeError or ValueError where it is none of integers."""
+    try:
+        return range(*part.indices(length))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: expected a slice of integers with a step, got {part}") from None
 
 
 def check_activations(name: str, a: object, allowed: Mapping[str, Sequence[torch.dtype]]) -> torch.device:
