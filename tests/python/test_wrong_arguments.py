@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import W8A8, QuantizedTensor, WeightOnly, blockwise, expand_scales, models
+from qcutlass import W8A8, QuantizedTensor, UnsupportedError, WeightOnly, blockwise, expand_scales, formats, models
+from qcutlass.algorithms import InputStatistics
 from qcutlass.formats import FloatLinear
 from qcutlass.layers import Int8Linear, QuantExperts, QuantLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.embedding import QuantEmbedding, TiedLinear
+from qcutlass.products.checks import as_device_here
 
 ONE: Final = torch.ones(1)
 
@@ -101,6 +103,31 @@ CALLS: Final[list[tuple[Callable[[], Any], str]]] = [
     (lambda: int8_linear(a_scale=ONE, azp=torch.tensor([300], dtype=torch.int32)), r"azp: expected a value in \[-128"),
     (lambda: int8_linear(a_scale=0.1), "a_scale: expected a torch.Tensor"),
     (lambda: int8_linear(azp=torch.tensor([3], dtype=torch.int32)), "azp: a given zero point needs a given scale"),
+    (lambda: formats.load(None), "checkpoint: expected a path, as a text or a pathlib.Path, or a mapping from names"),  # type: ignore[arg-type]
+    (lambda: formats.load([ONE]), "checkpoint: expected a path"),  # type: ignore[arg-type]
+    (lambda: formats.load(ONE.numpy()), "checkpoint: expected a path"),
+    (lambda: formats.load(b"model"), "checkpoint: expected a path"),  # type: ignore[arg-type]
+    (lambda: formats.load(""), "checkpoint: expected a path, got an empty text"),
+    (
+        lambda: formats.load({"up.weight": ONE.numpy()}),
+        r"checkpoint\['up.weight'\]: expected a torch.Tensor, got ndarray",
+    ),
+    (lambda: formats.load({1: ONE}), "checkpoint: expected texts as names of tensors, got 1"),  # type: ignore[dict-item]
+    (
+        lambda: formats.load({"up.weight": torch.eye(32).to_sparse()}),
+        r"checkpoint\['up.weight'\]: expected a dense tensor",
+    ),
+    (
+        lambda: formats.load({"up.weight": torch.eye(32, device="meta")})["up"],
+        r"checkpoint\['up.weight'\] is on the meta device",
+    ),
+    (lambda: formats.load({}, []), "format: expected 'auto' or one of"),  # type: ignore[arg-type]
+    (lambda: formats.load({}, config="gptq"), "config: expected a mapping"),  # type: ignore[arg-type]
+    (lambda: formats.detect(None), "checkpoint: expected a path"),  # type: ignore[arg-type]
+    (lambda: QuantLinear.from_checkpoint([1], "up"), "checkpoint: expected a path, .* or an opened checkpoint"),  # type: ignore[arg-type]
+    (lambda: models.inspect(None), "path: expected a path"),  # type: ignore[arg-type]
+    (lambda: models.is_converted([1]), "path: expected a path"),  # type: ignore[arg-type]
+    (lambda: models.export_note(None), "folder: expected a path"),  # type: ignore[arg-type]
     (lambda: TiedLinear(None), "embedding: expected a QuantEmbedding, got NoneType"),  # type: ignore[arg-type]
     (lambda: TiedLinear(embedding(), nn.Parameter(torch.ones(1))), "bias: "),
     (lambda: use_activations(nn.Linear(4, 4), "none"), "model: expected one with quantised linear layers"),
@@ -151,6 +178,61 @@ def test_a_tied_head_keeps_the_type_of_its_input() -> None:
     head = TiedLinear(embedding(), nn.Parameter(torch.ones(48)))
     assert head(torch.ones(3, 64, dtype=torch.float16)).dtype == torch.float16
     assert isinstance(head, QuantLinear) is False
+
+
+DEVICES: Final[list[tuple[Any, str]]] = [
+    ("cuda:x", "device: expected 'cpu', 'cuda', or 'cuda:N' for GPU number N, got 'cuda:x'"),
+    ("gpu", "device: expected 'cpu', 'cuda', or 'cuda:N' for GPU number N, got 'gpu'"),
+    ("", "device: expected 'cpu'"),
+    ("cuda:256", "device: expected 'cpu', 'cuda', or 'cuda:N' for GPU number N, got 'cuda:256'"),
+    (3.5, "device: expected 'cpu', 'cuda', or 'cuda:N' for GPU number N, or a torch.device, got float"),
+    (True, "device: expected 'cpu'"),
+    (-1, "device: expected 'cpu'"),
+    (2**70, "device: expected 'cpu'"),
+    ("mps", "device: qcutlass runs on cpu and cuda, got mps"),
+]
+
+
+@pytest.mark.parametrize(("device", "message"), DEVICES, ids=[str(device) for device, _ in DEVICES])
+def test_devices_that_are_none_are_named(device: Any, message: str) -> None:
+    """Torch's own errors name neither the argument nor what it takes, and it takes numbers of GPUs modulo 256."""
+    with pytest.raises((TypeError, ValueError, UnsupportedError), match=f"^{message}"):
+        as_device_here("device", device)
+    with pytest.raises((TypeError, ValueError, UnsupportedError), match=f"^{message}"):
+        InputStatistics.empty(4, device)
+    with pytest.raises((TypeError, ValueError, UnsupportedError), match=f"^{message}"):
+        qcutlass.tune([(64, 64)], device=device)
+
+
+def test_devices_that_hold_no_tensors_are_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"^device: its tensors have no values, got meta"):
+        as_device_here("device", "meta")
+    with pytest.raises(UnsupportedError, match=r"^device: torch sees \d+ CUDA devices, got cuda:99; pass 'cpu'"):
+        as_device_here("device", "cuda:99")
+    assert as_device_here("device", "cpu") == as_device_here("device", torch.device("cpu")) == torch.device("cpu")
+
+
+def test_models_take_paths_devices_and_types_that_are_some(tmp_path: Path) -> None:
+    """What is wrong is refused before anything is read."""
+    transformers = pytest.importorskip("qcutlass.models.transformers", reason="needs transformers")
+    old, new, scheme = tmp_path / "old", tmp_path / "new", WeightOnly(4, 32)
+    wrong: Any = None
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: models.convert(wrong, new, scheme=scheme), "source: expected a path"),
+        (lambda: models.convert(old, wrong, scheme=scheme), "destination: expected a path"),
+        (lambda: models.convert("", new, scheme=scheme), "source: expected a path, got an empty text"),
+        (lambda: models.quantize_model(wrong, new, "rtn"), "source: expected a path"),
+        (lambda: models.quantize_model(old, new, "rtn", device="cuda:x"), "device: expected 'cpu'"),
+        (lambda: models.export_model(wrong, new), "folder: expected a path"),
+        (lambda: models.export_model(old, new, []), "format: expected one of"),  # type: ignore[arg-type]
+        (lambda: models.ConvertedFolder(wrong), "folder: expected a path"),
+        (lambda: transformers.load_model(wrong), "folder: expected a path"),
+        (lambda: transformers.load_model(old, "gpu"), "device: expected 'cpu'"),
+        (lambda: transformers.load_model(old, dtype=torch.int8), "dtype: expected one of float16"),
+    ]
+    for call, message in calls:
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            call()
 
 
 @pytest.mark.parametrize("overwrite", ["no", 1, None])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qcutlass.products.checks import (
     FLOATING,
+    as_device,
     check_channels,
     check_integer,
     check_matrix,
@@ -52,11 +53,12 @@ class InputStatistics:
 
     @staticmethod
     def empty(k: int, device: torch.device | str = "cpu", rows_a_call: int = 0) -> InputStatistics:
-        """Of no tokens of K numbers."""
+        """Of no tokens of K numbers; TypeError or ValueError for arguments that are none such."""
+        where = as_device("device", device)
         check_integer("k", k, minimum=1)
         check_integer("rows_a_call", rows_a_call, minimum=0)
-        zeros = torch.zeros(k, dtype=torch.float32, device=device)
-        square = torch.zeros((k, k), dtype=torch.float32, device=device)
+        zeros = torch.zeros(k, dtype=torch.float32, device=where)
+        square = torch.zeros((k, k), dtype=torch.float32, device=where)
         return InputStatistics(square, zeros, zeros.clone(), zeros.new_zeros((0, k)), 0, rows_a_call)
 
     def add(self, a: Tensor) -> None:

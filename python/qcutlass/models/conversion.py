@@ -19,6 +19,7 @@ from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.activations import STORED_ACTIVATIONS, Activations
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
+from qcutlass.formats.files import as_path
 from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, Requantized, guard
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.activations import check_activations
@@ -206,7 +207,7 @@ def convert(
     check_activations(activations)
     check_integer("shard_bytes", shard_bytes, minimum=1)
     check_flag("verify", verify)
-    old, new = Path(source), Path(destination)
+    old, new = as_path("source", source), as_path("destination", destination)
     check_places(old, new, overwrite)
     report = progress or (lambda name, count, total: None)
     with memory_told(old):

@@ -164,6 +164,38 @@ def _listed(allowed: Container[int]) -> list[int]:
     return [value for value in range(257) if value in allowed]
 
 
+def as_device(name: str, value: object) -> torch.device:
+    """The device that an argument is: one of torch's, its name, or the number of a GPU.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: torch knows no device of this name.
+        UnsupportedError: qcutlass does not run on such devices.
+    """
+    known = "expected 'cpu', 'cuda', or 'cuda:N' for GPU number N"
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
+        raise TypeError(f"{name}: {known}, or a torch.device, got {type(value).__name__}")
+    try:
+        device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: {known}, got {value!r:.80}") from error
+    if value not in (device, device.index, str(device)):  # torch takes numbers modulo 256
+        raise ValueError(f"{name}: {known}, got {value!r:.80}")
+    if device.type not in DEVICES:
+        raise UnsupportedError(f"{name}: qcutlass runs on cpu and cuda, got {device}")
+    return device
+
+
+def as_device_here(name: str, value: object) -> torch.device:
+    """As `as_device`; UnsupportedError where tensors with values cannot be: no such GPU, or the meta device."""
+    device = as_device(name, value)
+    count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+    if device.type == "meta" or (device.type == "cuda" and (device.index or 0) >= count):
+        seen = f"torch sees {count} CUDA devices" if device.type == "cuda" else "its tensors have no values"
+        raise UnsupportedError(f"{name}: {seen}, got {device}; pass 'cpu'" + (", or another GPU" if count else ""))
+    return device
+
+
 def check_index(name: str, value: object, length: int) -> None:
     """Raises TypeError or ValueError unless `value` picks some of `length` channels: a slice, or a vector of integers.
 
@@ -255,7 +287,8 @@ def check_inference(**tensors: Tensor | None) -> None:
             raise RuntimeError(f"{name} has a forward-mode tangent, but qcutlass is for inference: pass its primal")
 
 
-def _check_strided(name: str, value: Tensor) -> None:
+def check_strided(name: str, value: Tensor) -> None:
+    """Raises ValueError where a tensor's elements do not lie at strides: it is sparse, say."""
     if value.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}: pass {name}.to_dense()")
 
@@ -265,7 +298,7 @@ def check_memory(tensors: Mapping[str, Tensor | None]) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        _check_strided(name, tensor)
+        check_strided(name, tensor)
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(f"{name}: its {tensor.numel()} elements have no storage; was it freed?")
 
@@ -292,7 +325,7 @@ def check_matrix(name: str, value: Tensor, dtypes: Sequence[torch.dtype], where:
     """Raises unless `value` is a matrix of one of `dtypes` on a device qcutlass runs on."""
     check_tensor(name, value, dtypes, where)
     check_device(name, value)
-    _check_strided(name, value)
+    check_strided(name, value)
     if value.dim() != 2:
         raise ValueError(f"{name}: expected shape [N, K], got {shape_of(value)}")
 

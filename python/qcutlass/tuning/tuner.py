@@ -12,7 +12,7 @@ from torch import nn
 
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
-from qcutlass.products.checks import check_integer
+from qcutlass.products.checks import as_device, check_integer
 from qcutlass.products.extension import device_traits
 from qcutlass.products.tuned_plans import BUCKETS, TunedPlan, bucket, product_key, store
 from qcutlass.schemes import Scheme
@@ -211,10 +211,10 @@ def _gpu(device: torch.device | str | int | None) -> torch.device:
 
     Raises:
         UnsupportedError: torch sees no GPU.
-        ValueError: `device` is no GPU.
+        TypeError, ValueError: `device` is no GPU.
         RuntimeError: a graph is being captured.
     """
-    chosen = torch.device("cuda" if device is None else device)
+    chosen = as_device("device", "cuda" if device is None else device)
     if chosen.type != "cuda":
         raise ValueError(f"device: plans are tuned on a GPU, got {chosen}")
     if not torch.cuda.is_available():
