@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 import qcutlass
 from qcutlass import W8A8, QuantizedTensor, UnsupportedError, WeightOnly, blockwise, expand_scales, formats, models
-from qcutlass.algorithms import InputStatistics
+from qcutlass.algorithms import InputStatistics, quantize_floats
 from qcutlass.formats import FloatLinear
 from qcutlass.layers import Int8Linear, QuantExperts, QuantLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.embedding import QuantEmbedding, TiedLinear
+from qcutlass.layers.expert_stack import ExpertStack
+from qcutlass.layers.experts import Expert, Gate
 from qcutlass.products.checks import as_device_here
 
 ONE: Final = torch.ones(1)
@@ -42,6 +44,19 @@ def experts(seed: int = 0) -> QuantExperts:
 
 def weight_only(**changed: Any) -> WeightOnlyLinear:
     return WeightOnlyLinear(qcutlass.quantize(torch.randn(48, 64), 4, 32), **changed)
+
+
+def eight_bits() -> WeightOnlyLinear:
+    return WeightOnlyLinear(qcutlass.quantize(torch.randn(48, 64), 8, 32))
+
+
+def experts_of(count: int) -> list[Expert]:
+    return [experts().expert(0)] * count
+
+
+def stack(*others: Any, first: int = 0) -> ExpertStack:
+    """One of a layer and `others`."""
+    return ExpertStack.of_layers([weight_only(), *others], 1 + len(others), first)
 
 
 def embedding() -> QuantEmbedding:
@@ -152,6 +167,46 @@ CALLS: Final[list[tuple[Callable[[], Any], str]]] = [
         lambda: QuantExperts.from_weights(*tensors((4, 64, 32), (4, 32, 32)), WeightOnly(4, 32), limit=-7.0),
         "limit: ",
     ),
+    (lambda: QuantExperts(weight_only(), stack(), "silu"), "gate_up: expected an ExpertStack, got WeightOnlyLinear"),  # type: ignore[arg-type]
+    (lambda: QuantExperts(stack(), stack(), limit="7"), "limit: expected a number, got str"),  # type: ignore[arg-type]
+    (lambda: QuantExperts(experts().gate_up, experts().down, num_experts=3), "num_experts: expected at least 4, got 3"),
+    (
+        lambda: QuantExperts.from_layers([weight_only()], 1),
+        r"expert 0: expected an Expert \(gate, up, down\), got Weight",
+    ),  # type: ignore[list-item]
+    (
+        lambda: QuantExperts.from_layers([Expert(*[nn.Linear(4, 4)] * 3)], 1),
+        "expert 0: gate: expected a WeightOnlyLine",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: QuantExperts.from_layers([experts().expert(0)], 2),
+        "count: expected as many as there are layers, 1, got 2",
+    ),
+    (
+        lambda: QuantExperts.from_layers(experts_of(3), 2),
+        "count: expected as many as there are layers, got 2, and there",
+    ),
+    (lambda: QuantExperts.from_layers([], 0), "count: expected at least 1, got 0"),
+    (lambda: QuantExperts.from_layers(None, 2), "layers: expected several Expert, got NoneType"),  # type: ignore[arg-type]
+    (lambda: QuantExperts.from_layers(experts_of(1), 1, "silu"), "gate: expected a Gate, got str"),  # type: ignore[arg-type]
+    (lambda: QuantExperts.from_layers(experts_of(1), 1, Gate(limit=-1.0)), "limit: expected a positive number"),
+    (lambda: stack(first=-1), "first: expected at least 0, got -1"),
+    (lambda: stack(weight_only(activation="relu")), r"layers\[1\] has an activation, 'relu'"),
+    (lambda: stack(weight_only(act_scale=torch.ones(64))), r"layers\[1\] scales its input"),
+    (lambda: stack(nn.Linear(64, 48)), r"layers\[1\]: expected a WeightOnlyLinear, got Linear"),
+    (lambda: stack(weight_only().to("meta")), r"layers\[1\] is on meta, the first layer is on cpu"),
+    (
+        lambda: ExpertStack.of_layers([eight_bits(), weight_only()], 2),
+        r"layers\[1\] has \[N, K, bits, group_size, codes",
+    ),
+    (lambda: stack(eight_bits()), r"layers\[1\] has \[N, K, bits"),
+    (
+        lambda: stack(WeightOnlyLinear(quantize_floats(torch.randn(48, 64)))),
+        r"layers\[1\] has \[N, K, bits, group_size",
+    ),
+    (lambda: stack(weight_only()).layer(2), r"expert: expected a number in \[0, 2\), got 2"),
+    (lambda: stack(weight_only()).some(slice(2, 4)), "part: expected neighbours among 2 experts, at least one"),
+    (lambda: stack(weight_only()).some(1), "part: expected a slice, got int"),  # type: ignore[arg-type]
     (lambda: blockwise.fp8_silu_mul_quant(torch.ones(2, 64, requires_grad=True)), "gate_up requires grad"),
 ]
 

@@ -5,7 +5,7 @@ Only shapes, types and devices are looked at, so that everything but `check_memo
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, NoReturn, Protocol
 
@@ -151,6 +151,12 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
 
 
+def check_iterable(name: str, value: object, meaning: str) -> None:
+    """Raises TypeError unless `value` can be gone through; a text, or a single tensor, is none of several."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Tensor)):
+        raise TypeError(f"{name}: expected several {meaning}, got {type(value).__name__}")
+
+
 def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
     """The two integers of `value`; raises TypeError unless it has these."""
     if not isinstance(value, Sequence) or len(value) != 2:
@@ -219,6 +225,8 @@ def check_index(name: str, value: object, length: int) -> None:
 
 def span_of(name: str, part: slice, length: int) -> range:
     """The numbers of `length` ones that a slice picks; raises TypeError or ValueError where it is none of integers."""
+    if not isinstance(part, slice):
+        raise TypeError(f"{name}: expected a slice, got {type(part).__name__}")
     try:
         return range(*part.indices(length))
     except (TypeError, ValueError) as error:
