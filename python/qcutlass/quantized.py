@@ -15,6 +15,7 @@ from qcutlass.products.checks import (
     check_dtype,
     check_index,
     check_integer,
+    check_strided,
     check_tensor,
     names_of,
     shape_of,
@@ -277,14 +278,12 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
         return _interleaved(gate, up)
     if isinstance(gate, tuple) and isinstance(up, tuple):
         return _interleaved_blocks(gate, up)
-    for name, part in (("gate", gate), ("up", up)):
-        if not isinstance(part, Tensor):
-            raise TypeError(
-                f"{name}: expected a torch.Tensor, a QuantizedTensor or codes and scales, as the other, got "
-                f"{type(part).__name__}"
-            )
-    assert isinstance(gate, Tensor)
-    assert isinstance(up, Tensor)
+    if not isinstance(gate, Tensor) or not isinstance(up, Tensor):
+        name, part = ("up", up) if isinstance(gate, Tensor | QuantizedTensor | tuple) else ("gate", gate)
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, a QuantizedTensor or codes and scales, as the other, got "
+            f"{type(part).__name__}"
+        )
     if up.dtype != gate.dtype:
         raise TypeError(f"up: expected the type of gate, {gate.dtype}, got {up.dtype}")
     if up.shape != gate.shape or up.device != gate.device:
@@ -301,6 +300,8 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
             f"gate: expected a multiple of {step} channels along dim = {dim}, got {shape_of(gate)}; put channels of "
             "zeros behind those of gate and up, and as many columns of zeros behind those of the layer that reads them"
         )
+    check_strided("gate", gate)
+    check_strided("up", up)
     dim %= gate.dim()
     sizes = [*gate.shape[:dim], gate.shape[dim] // step, step, *gate.shape[dim + 1 :]]
     parts = [part.reshape(sizes) for part in (gate, up)]

@@ -6,6 +6,7 @@ Those of products stand with the products' tests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,8 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import W8A8, QuantizedTensor, UnsupportedError, WeightOnly, blockwise, expand_scales, formats, models
-from qcutlass.algorithms import InputStatistics, quantize_floats
+from qcutlass import W8A8, QuantizedTensor, UnsupportedError, WeightOnly, blockwise, expand_scales, formats, models, moe
+from qcutlass.algorithms import (
+    InputStatistics,
+    awq_scales,
+    gptq,
+    output_error,
+    quantize_floats,
+    round_to_nearest,
+    search_smoothing,
+)
 from qcutlass.formats import FloatLinear
 from qcutlass.layers import Int8Linear, QuantExperts, QuantLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.embedding import QuantEmbedding, TiedLinear
@@ -24,6 +33,7 @@ from qcutlass.layers.experts import Expert, Gate
 from qcutlass.products.checks import as_device_here
 
 ONE: Final = torch.ones(1)
+NAN: Final = float("nan")
 
 
 def quantized(**changed: Any) -> QuantizedTensor:
@@ -48,6 +58,21 @@ def weight_only(**changed: Any) -> WeightOnlyLinear:
 
 def eight_bits() -> WeightOnlyLinear:
     return WeightOnlyLinear(qcutlass.quantize(torch.randn(48, 64), 8, 32))
+
+
+def statistics(**changed: Any) -> InputStatistics:
+    found = InputStatistics.empty(8, rows_a_call=2)
+    found.add(torch.randn(16, 8))
+    return replace(found, **changed)
+
+
+def blocks() -> list[Tensor]:
+    return [*blockwise.act_quant(torch.randn(2, 128)), *blockwise.weight_quant(torch.randn(16, 128))]
+
+
+def gemm_weights() -> tuple[Tensor, Tensor, Tensor | None]:
+    layer = weight_only()
+    return layer.w_packed, layer.scales, layer.zeros
 
 
 def experts_of(count: int) -> list[Expert]:
@@ -118,6 +143,56 @@ CALLS: Final[list[tuple[Callable[[], Any], str]]] = [
     (lambda: int8_linear(a_scale=ONE, azp=torch.tensor([300], dtype=torch.int32)), r"azp: expected a value in \[-128"),
     (lambda: int8_linear(a_scale=0.1), "a_scale: expected a torch.Tensor"),
     (lambda: int8_linear(azp=torch.tensor([3], dtype=torch.int32)), "azp: a given zero point needs a given scale"),
+    (
+        lambda: expand_scales(torch.ones(4, 1).byte(), ONE.half()[None].to("meta")),
+        "super_scales is on meta, scales is on",
+    ),
+    (lambda: expand_scales(torch.ones(4, 1).byte(), ONE.half()[None].to_sparse()), "super_scales: expected a dense"),
+    (lambda: qcutlass.quantize(torch.ones(4, 32, device="meta")), "weight is on the meta device and has no values"),
+    (lambda: quantize_floats(torch.ones(4, 32, device="meta")), "weight is on the meta device"),
+    (lambda: round_to_nearest(torch.ones(4, 32, device="meta")), "weight is on the meta device"),
+    (lambda: qcutlass.smooth(ONE.to("meta"), ONE[None]), "act_absmax is on the meta device"),
+    (lambda: qcutlass.smooth(ONE.to_sparse(), ONE[None]), "act_absmax: expected a dense tensor"),
+    (lambda: qcutlass.smooth(ONE, ONE[None].to("meta")), "weight is on the meta device"),
+    (lambda: qcutlass.interleave_gate_up(*[torch.ones(16, 4).to_sparse()] * 2), "gate: expected a dense tensor"),  # type: ignore[arg-type]
+    (lambda: qcutlass.interleave_gate_up(quantized(), None), "up: expected a torch.Tensor, a QuantizedTensor or"),
+    (lambda: qcutlass.interleave_gate_up(None, quantized()), "gate: expected a torch.Tensor, a QuantizedTensor or"),
+    (
+        lambda: awq_scales([torch.ones(4, 8)], statistics(), exponents=[-1.0]),
+        r"exponents\[0\]: expected a number in \[0",
+    ),
+    (lambda: awq_scales([torch.ones(4, 8)], statistics(), exponents=[0, "1"]), r"exponents\[1\]: expected a number in"),  # type: ignore[list-item]
+    (lambda: awq_scales([torch.ones(4, 8)], statistics(), exponents=0.5), "exponents: expected a list of numbers"),  # type: ignore[arg-type]
+    (lambda: awq_scales([torch.ones(4, 8)], statistics(), exponents="0.5"), "exponents: expected a list of numbers"),  # type: ignore[arg-type]
+    (
+        lambda: search_smoothing([torch.ones(4, 8)], statistics(), [NAN]),
+        r"alphas\[0\]: expected a number in \[0, 1\], got nan",
+    ),
+    (lambda: search_smoothing([torch.ones(4, 8)], statistics(), None), "alphas: expected a list of numbers"),  # type: ignore[arg-type]
+    (
+        lambda: search_smoothing([torch.ones(4, 8)], statistics(rows=ONE)),
+        r"statistics.rows: expected shape \[R, K\], K = 8",
+    ),
+    (lambda: search_smoothing([torch.ones(4, 8)], statistics(rows=None)), "statistics.rows: expected a torch.Tensor"),
+    (lambda: statistics(count="3"), "count: expected an int, got str"),
+    (lambda: statistics(rows_a_call=-1), "rows_a_call: expected at least 0, got -1"),
+    (lambda: statistics().add(torch.ones(2, 8, device="meta")), "a is on the meta device and has no values"),
+    (lambda: statistics().add(torch.eye(8).to_sparse()), "a: expected a dense tensor"),
+    (lambda: gptq(torch.ones(4, 8), torch.eye(8).to_sparse()), "second_moment: expected a dense tensor"),
+    (lambda: output_error(torch.ones(4, 8), torch.ones(4, 8).to_sparse(), torch.eye(8)), "other: expected a dense"),
+    (lambda: moe.route(torch.zeros(1, 1, dtype=torch.int32), 2**70), r"num_experts: expected at most 2\^30"),
+    (
+        lambda: blockwise.int8_addmm_quant(*blocks(), out_block_size=None),
+        "out_block_size: expected an int, got NoneType",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: qcutlass.tactics(qcutlass.gemm, torch.eye(64).half().to_sparse(), *gemm_weights()),
+        "a: expected a dense tensor",
+    ),
+    (
+        lambda: qcutlass.gemm(torch.eye(64), *gemm_weights(), super_scales=1),  # type: ignore[arg-type]
+        "super_scales: expected a torch.Tensor, got int",
+    ),
     (lambda: formats.load(None), "checkpoint: expected a path, as a text or a pathlib.Path, or a mapping from names"),  # type: ignore[arg-type]
     (lambda: formats.load([ONE]), "checkpoint: expected a path"),  # type: ignore[arg-type]
     (lambda: formats.load(ONE.numpy()), "checkpoint: expected a path"),
@@ -173,11 +248,11 @@ CALLS: Final[list[tuple[Callable[[], Any], str]]] = [
     (
         lambda: QuantExperts.from_layers([weight_only()], 1),
         r"expert 0: expected an Expert \(gate, up, down\), got Weight",
-    ),  # type: ignore[list-item]
+    ),
     (
         lambda: QuantExperts.from_layers([Expert(*[nn.Linear(4, 4)] * 3)], 1),
         "expert 0: gate: expected a WeightOnlyLine",
-    ),  # type: ignore[arg-type]
+    ),
     (
         lambda: QuantExperts.from_layers([experts().expert(0)], 2),
         "count: expected as many as there are layers, 1, got 2",
@@ -316,3 +391,18 @@ def test_the_first_columns_of_a_layer_keep_its_bias() -> None:
     layer = weight_only(bias=torch.ones(48))
     for part, has_bias in ((slice(None, 32), True), (slice(-64, 32), True), (slice(32, None), False)):
         assert (layer.columns(part).bias is not None) == has_bias
+
+
+@pytest.mark.parametrize("weight_dtype", ["e2m1", "e4m3"])
+def test_no_channels_are_quantised_to_none(weight_dtype: str) -> None:
+    """As by `quantize`; it was an error of torch's about a shape."""
+    found = quantize_floats(torch.ones(0, 48), weight_dtype, 32)
+    assert (found.shape, found.scales.shape) == ((0, 48), (2, 0))
+
+
+def test_a_moment_that_requires_grad_is_taken_as_it_is(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight, x = torch.randn(16, 32, generator=generator), torch.randn(64, 32, generator=generator)
+    moment = x.T @ x / 64
+    expected = gptq(weight, moment).weight
+    assert torch.equal(gptq(weight, moment.requires_grad_()).weight.codes, expected.codes)

@@ -16,7 +16,7 @@ from qcutlass.formats.config import read_json, read_json_if_there
 from qcutlass.formats.expert_rows import BLOCK, SCALES, Model, Rows, rows_of, scale_rows_of
 from qcutlass.formats.files import Stamp, inside, read_span
 from qcutlass.formats.safetensors_header import BITS, Entry, as_tensor, dtype_name, read_header
-from qcutlass.products.checks import check_strided
+from qcutlass.products.checks import check_strided, check_values
 
 _INDEX: Final = ".safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
@@ -90,10 +90,8 @@ class MemorySource:
         return self._held(name)[index].to("cpu", copy=True)
 
     def _held(self, name: str) -> Tensor:
-        value = self._values[name].detach()
-        if value.is_meta:
-            raise ValueError(f"checkpoint[{name!r:.80}] is on the meta device and has no values; load them first")
-        return value
+        check_values(f"checkpoint[{name!r:.80}]", self._values[name])
+        return self._values[name].detach()
 
 
 class SafetensorsSource:

@@ -140,6 +140,22 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
 
 
+def check_share(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number in [0, 1], got {type(value).__name__}")
+    if not 0 <= float(value) <= 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value}")
+
+
+def check_shares(name: str, values: object) -> None:
+    """Raises TypeError or ValueError unless `values` is a list or another sequence of numbers in [0, 1]."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise TypeError(f"{name}: expected a list of numbers in [0, 1], got {type(values).__name__}")
+    for index, value in enumerate(values):
+        check_share(f"{name}[{index}]", value)
+
+
 def check_seed(name: str, value: int) -> None:
     """Raises ValueError unless torch's generators take this seed."""
     if not -(2**63) <= value < 2**64:
@@ -311,6 +327,20 @@ def check_memory(tensors: Mapping[str, Tensor | None]) -> None:
             raise ValueError(f"{name}: its {tensor.numel()} elements have no storage; was it freed?")
 
 
+def check_values(name: str, value: Tensor) -> None:
+    """Raises ValueError unless a tensor has values, at strides."""
+    check_strided(name, value)
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values; load them first")
+
+
+def check_finite(name: str, value: Tensor, why: str = "") -> None:
+    """As `check_values`; ValueError where there is NaN or infinity among the values, too."""
+    check_values(name, value)
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{name}: expected finite values, got NaN or infinity{why}")
+
+
 def check_dense(tensors: Mapping[str, Tensor | None]) -> None:
     """Raises UnsupportedError where a tensor is nested; jagged ones would get past other checks."""
     for name, value in tensors.items():
@@ -343,5 +373,4 @@ def check_channels(name: str, value: Tensor, k: int) -> None:
     check_tensor(name, value, FLOATING)
     if value.shape != (k,):
         raise ValueError(f"{name}: expected shape [K] = [{k}], got {shape_of(value)}")
-    if not bool(value.isfinite().all()):
-        raise ValueError(f"{name}: expected finite values, got NaN or infinity")
+    check_finite(name, value)
