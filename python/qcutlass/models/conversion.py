@@ -356,4 +356,6 @@ def weights_of(layer: QuantLinear) -> Tensor:
         >>> weights_of(qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 16))).shape
         torch.Size([16, 64])
     """
+    if not isinstance(layer, QuantLinear):
+        raise TypeError(f"layer: expected a layer of qcutlass.layers, got {type(layer).__name__}")
     return layer.weights()

@@ -157,7 +157,8 @@ def check_shares(name: str, values: object) -> None:
 
 
 def check_seed(name: str, value: int) -> None:
-    """Raises ValueError unless torch's generators take this seed."""
+    """Raises TypeError or ValueError unless torch's generators take this seed."""
+    check_integer(name, value)
     if not -(2**63) <= value < 2**64:
         raise ValueError(f"{name}: expected an integer of 64 bits, less than 2**64, got {value}")
 
@@ -366,6 +367,15 @@ def check_matrix(name: str, value: Tensor, dtypes: Sequence[torch.dtype], where:
     check_strided(name, value)
     if value.dim() != 2:
         raise ValueError(f"{name}: expected shape [N, K], got {shape_of(value)}")
+
+
+def check_tokens(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is a vector of tokens' numbers, with values."""
+    check_tensor(name, value, (torch.int64,))
+    assert isinstance(value, Tensor)
+    check_values(name, value)
+    if value.dim() != 1:
+        raise ValueError(f"{name}: expected shape [tokens], got {shape_of(value)}")
 
 
 def check_channels(name: str, value: Tensor, k: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
-from qcutlass.products.checks import as_device, check_integer
+from qcutlass.products.checks import as_device, check_integer, check_iterable
 from qcutlass.products.extension import device_traits
 from qcutlass.products.tuned_plans import BUCKETS, TunedPlan, bucket, product_key, store
 from qcutlass.schemes import Scheme
@@ -183,6 +183,7 @@ def buckets_of(ms: Iterable[int]) -> list[int]:
     Raises:
         TypeError, ValueError: a number is no integer, less than 1 or beyond the largest bucket.
     """
+    check_iterable("ms", ms, "numbers of rows")
     found = set()
     for m in ms:
         check_integer("ms", m, minimum=1)

@@ -38,7 +38,7 @@ from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, check_destination, file_stats, work_folder
 from qcutlass.models.replacing import new_folder, remove_leftovers
 from qcutlass.models.sources import ModelSource
-from qcutlass.products.checks import as_device_here, check_integer, check_seed, check_tensor
+from qcutlass.products.checks import as_device_here, check_integer, check_seed, check_tensor, check_tokens
 from qcutlass.version import __version__
 
 _VERSION = 5  # of the work folder
@@ -81,6 +81,7 @@ def calibration_windows(ids: Tensor, samples: int, seqlen: int, seed: int) -> Te
         int64 `[samples, seqlen]`.
 
     Raises:
+        TypeError: `ids` is no tensor of int64, or a number no integer.
         ValueError: the text has less than `seqlen` tokens; the seed is not of 64 bits.
 
     Example:
@@ -92,6 +93,7 @@ def calibration_windows(ids: Tensor, samples: int, seqlen: int, seed: int) -> Te
     check_integer("samples", samples, minimum=1)
     check_integer("seqlen", seqlen, minimum=1)
     check_seed("seed", seed)
+    check_tokens("ids", ids)
     if len(ids) < seqlen:
         raise ValueError(f"calibration: expected a text of at least {seqlen} tokens, got {len(ids)}; take a longer one")
     generator = torch.Generator().manual_seed(seed)
