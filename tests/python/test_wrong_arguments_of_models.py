@@ -79,6 +79,7 @@ CALLS: Final[list[tuple[Callable[[], Any], str]]] = [
     (lambda: tune((64, 64), ms=8), "ms: expected several numbers of rows, got int"),
     (lambda: tune((64, 64), ms="8"), "ms: expected several numbers of rows, got str"),
     (lambda: tune((64, 64), dtype="half"), "dtype: expected one of torch.float16"),
+    (lambda: tune((64, 64), progress="no"), "progress: expected True or False, got str"),
     (lambda: tuning.bucket("8"), "m: expected an int, got str"),  # type: ignore[arg-type]
     (lambda: tuning.bucket(-8), "m: expected at least 0, got -8"),
 ]
@@ -117,3 +118,26 @@ def test_perplexity_takes_tokens() -> None:
 def test_static_layers_take_statistics_of_their_channels() -> None:
     with pytest.raises(ValueError, match=r"^statistics: expected those of K = 64 channels"):
         Int8Linear.from_linear(nn.Linear(64, 16), W8A8("static"), statistics=statistics(8))
+
+
+def test_models_take_functions_that_are_told() -> None:
+    """What is no function was called in the middle of the work."""
+    evaluation = pytest.importorskip("qcutlass.models.evaluation")
+    generation = pytest.importorskip("qcutlass.models.generation")
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: models.convert("old", "new", progress="bar"), "progress: expected a function or None, got str"),  # type: ignore[arg-type]
+        (lambda: models.quantize_model("old", "new", "rtn", restart="no"), "restart: expected True or False, got str"),  # type: ignore[arg-type]
+        (lambda: models.export_model("old", "new", shard_bytes=-1), "shard_bytes: expected at least 1, got -1"),
+        (lambda: models.quantize_model("old", "new", "rtn", progress=1), "progress: expected a function or None"),  # type: ignore[arg-type]
+        (lambda: models.quantize_model("old", "new", "awq", calibration=IDS[None].to("meta")), "calibration is on the"),
+        (lambda: evaluation.perplexity(nn.Linear(4, 4), IDS, 4, progress=1), "progress: expected a function or None"),
+        (lambda: generation.generate(None, None, "a", on_text=1), "on_text: expected a function or None, got int"),
+        (lambda: generation.generate(None, None, "a", chat="yes"), "chat: expected True or False, got str"),
+        (
+            lambda: generation.generate(None, None, "a", sampling=0.7),
+            "sampling: expected a Sampling or None, got float",
+        ),
+    ]
+    for call, message in calls:
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            call()

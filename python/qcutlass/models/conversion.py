@@ -35,7 +35,7 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.requantizing import Requantizer, take_float_experts
 from qcutlass.models.shards import ShardedWriter, as_bytes, write_json
 from qcutlass.models.sources import ModelSource
-from qcutlass.products.checks import check_flag, check_integer
+from qcutlass.products.checks import check_callable, check_flag, check_integer
 from qcutlass.schemes import WeightOnly
 
 Progress = Callable[[str, int, int], None]
@@ -207,6 +207,7 @@ def convert(
     check_activations(activations)
     check_integer("shard_bytes", shard_bytes, minimum=1)
     check_flag("verify", verify)
+    check_callable("progress", progress)
     old, new = as_path("source", source), as_path("destination", destination)
     check_places(old, new, overwrite)
     report = progress or (lambda name, count, total: None)

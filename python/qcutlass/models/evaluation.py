@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.models.positions import check_length
-from qcutlass.products.checks import check_integer, check_tokens
+from qcutlass.products.checks import check_callable, check_integer, check_tokens
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def perplexity(
     """
     check_integer("window", window, minimum=2)
     check_tokens("ids", ids)
+    check_callable("progress", progress)
     check_length("window", model, window, "it has", "take a smaller one (--window)")
     windows = ids[: len(ids) // window * window].view(-1, window)
     if not len(windows):

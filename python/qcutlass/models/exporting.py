@@ -30,7 +30,7 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files, files_beside
 from qcutlass.products.block_operators import BLOCK_SIZES
-from qcutlass.products.checks import check_flag
+from qcutlass.products.checks import check_flag, check_integer
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 
@@ -107,6 +107,7 @@ def export_model(
     if format not in EXPORTS:
         raise ValueError(f"format: expected one of {', '.join(EXPORTS)}, got {format!r}")
     check_flag("overwrite", overwrite)
+    check_integer("shard_bytes", shard_bytes, minimum=1)
     old, new = as_path("folder", folder), as_path("destination", destination)
     source = ConvertedFolder(old)
     _check_destination(old, new, overwrite)

@@ -174,6 +174,12 @@ def check_iterable(name: str, value: object, meaning: str) -> None:
         raise TypeError(f"{name}: expected several {meaning}, got {type(value).__name__}")
 
 
+def check_callable(name: str, value: object) -> None:
+    """Raises TypeError unless `value` can be called, or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}: expected a function or None, got {type(value).__name__}")
+
+
 def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
     """The two integers of `value`; raises TypeError unless it has these."""
     if not isinstance(value, Sequence) or len(value) != 2:

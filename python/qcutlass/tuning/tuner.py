@@ -12,7 +12,7 @@ from torch import nn
 
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
-from qcutlass.products.checks import as_device, check_integer, check_iterable
+from qcutlass.products.checks import as_device, check_flag, check_integer, check_iterable
 from qcutlass.products.extension import device_traits
 from qcutlass.products.tuned_plans import BUCKETS, TunedPlan, bucket, product_key, store
 from qcutlass.schemes import Scheme
@@ -120,6 +120,7 @@ def tune(
         weights = of_options(bits, group_size, activations, scale_dtype or activations, zero_dtype)
         layers = layers_from(model_or_shapes, weights)
     sizes = buckets_of(ms)
+    check_flag("progress", progress)
     gpu = _gpu(device)
     traits = device_traits(gpu.index)
     for layer in layers:

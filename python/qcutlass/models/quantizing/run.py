@@ -38,7 +38,16 @@ from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, check_destination, file_stats, work_folder
 from qcutlass.models.replacing import new_folder, remove_leftovers
 from qcutlass.models.sources import ModelSource
-from qcutlass.products.checks import as_device_here, check_integer, check_seed, check_tensor, check_tokens
+from qcutlass.products.checks import (
+    as_device_here,
+    check_callable,
+    check_flag,
+    check_integer,
+    check_seed,
+    check_tensor,
+    check_tokens,
+    check_values,
+)
 from qcutlass.version import __version__
 
 _VERSION = 5  # of the work folder
@@ -204,6 +213,8 @@ def quantize_model(
     check_skip(skip)
     check_head(lm_head)
     check_integer("shard_bytes", shard_bytes, minimum=1)
+    check_flag("restart", restart)
+    check_callable("progress", progress)
     where = as_device_here("device", device)
     ids = _checked_calibration(calibration, chosen)
     old, new = as_path("source", source), as_path("destination", destination)
@@ -235,6 +246,7 @@ def _checked_calibration(calibration: Tensor | None, method: Method) -> Tensor |
     if calibration is None:
         return None
     check_tensor("calibration", calibration, (torch.int64,))
+    check_values("calibration", calibration)
     if calibration.dim() != 2 or not calibration.numel():
         raise ValueError(f"calibration: expected [samples, tokens], got {list(calibration.shape)}")
     return calibration.cpu()
