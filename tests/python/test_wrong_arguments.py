@@ -15,7 +15,18 @@ import torch
 from torch import Tensor, nn
 
 import qcutlass
-from qcutlass import W8A8, QuantizedTensor, UnsupportedError, WeightOnly, blockwise, expand_scales, formats, models, moe
+from qcutlass import (
+    W8A8,
+    QuantizedTensor,
+    UnsupportedError,
+    WeightOnly,
+    blockwise,
+    expand_scales,
+    formats,
+    models,
+    moe,
+    testing,
+)
 from qcutlass.algorithms import (
     InputStatistics,
     awq_scales,
@@ -406,3 +417,39 @@ def test_a_moment_that_requires_grad_is_taken_as_it_is(seed: int) -> None:
     moment = x.T @ x / 64
     expected = gptq(weight, moment).weight
     assert torch.equal(gptq(weight, moment.requires_grad_()).weight.codes, expected.codes)
+
+
+CASES: Final[list[tuple[Callable[[], Any], str]]] = [
+    (lambda: testing.Case("2", 16, 64), "m: expected int, got str"),  # type: ignore[arg-type]
+    (lambda: testing.Case(2, 16.0, 64), "n: expected int, got float"),  # type: ignore[arg-type]
+    (lambda: testing.Case(2, 16, True), "k: expected int, got bool"),
+    (lambda: testing.Case(-2, 16, 64), "m: expected at least 0, got -2"),
+    (lambda: testing.Case(2, 16, 64, bits=3), "bits: expected one of 4, 8, got 3"),
+    (lambda: testing.Case(2, 16, 64, group_size=0), "group_size: expected at least 1, got 0"),
+    (
+        lambda: testing.Case(2, 16, 64, zeros="some"),
+        "zeros: expected one of 'none', 'int', 'real', 'minimum', got 'some'",
+    ),  # type: ignore[arg-type]
+    (lambda: testing.Case(2, 16, 64, dtype="half"), "dtype: expected dtype, got str"),  # type: ignore[arg-type]
+    (lambda: testing.Case(2, 16, 64, scale_dtype=1), "scale_dtype: expected dtype or None, got int"),  # type: ignore[arg-type]
+    (lambda: testing.Case(2, 16, 64, bias=1), "bias: expected bool, got int"),  # type: ignore[arg-type]
+    (lambda: testing.Case(2, 16, 64, activation=1), "activation: expected str or None, got int"),  # type: ignore[arg-type]
+    (lambda: testing.Case(2, 16, 64).random(device="gpu"), "device: expected 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+    (
+        lambda: testing.Case(2, 16, 64).random(device=3.5),
+        "device: expected 'cpu', 'cuda' or 'cuda:N', or a torch.device",
+    ),  # type: ignore[arg-type]
+    (lambda: testing.Case(2, 16, 64).exact(seed="1"), "seed: expected an int, got str"),  # type: ignore[arg-type]
+    (lambda: testing.random_problem(2, 16, None), "k: expected int, got NoneType"),  # type: ignore[arg-type]
+    (lambda: testing.GroupedCase(None, (1, 2)), "case: expected Case, got NoneType"),  # type: ignore[arg-type]
+    (lambda: testing.GroupedCase(testing.Case(2, 16, 64), [1, 2]), "counts: expected tuple, got list"),  # type: ignore[arg-type]
+    (lambda: testing.Int4Case(2, 16, 64, a_scale="all"), "a_scale: expected one of 'one', 'each', got 'all'"),  # type: ignore[arg-type]
+    (lambda: testing.EightBitCase(2, 16, 64, azp=True), "azp: expected one of"),  # type: ignore[arg-type]
+    (lambda: testing.BlockwiseCase(2, 16, 64, out_dtype=None), "out_dtype: expected dtype, got NoneType"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CASES, ids=[message for _, message in CASES])
+def test_fields_of_cases_are_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call()
