@@ -122,7 +122,9 @@ def check_layer(weight: Tensor, second_moment: Tensor, name: str = "weight") -> 
     check_weight(name, weight)
     check_moment(second_moment, weight, name)
     check_finite(name, weight)
-    check_finite("second_moment", second_moment, "; were activations finite?")
+    check_values("second_moment", second_moment)
+    if not bool(second_moment.isfinite().all()):
+        raise ValueError("second_moment: expected finite values, got NaN or infinity; were activations finite?")
     least = float(second_moment.detach().diagonal().min())
     if least < 0:
         raise ValueError(f"second_moment: expected a mean of x xT, whose diagonal is not negative, got {least:g} there")

@@ -341,11 +341,11 @@ def check_values(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} is on the meta device and has no values; load them first")
 
 
-def check_finite(name: str, value: Tensor, why: str = "") -> None:
+def check_finite(name: str, value: Tensor) -> None:
     """As `check_values`; ValueError where there is NaN or infinity among the values, too."""
     check_values(name, value)
     if not bool(value.isfinite().all()):
-        raise ValueError(f"{name}: expected finite values, got NaN or infinity{why}")
+        raise ValueError(f"{name}: expected finite values, got NaN or infinity")
 
 
 def check_dense(tensors: Mapping[str, Tensor | None]) -> None:
