@@ -321,6 +321,8 @@ def int8_addmm_quant(
         >>> q.dtype, s.shape
         (torch.int8, torch.Size([3, 2]))
     """
+    if out_block_size is None:  # in a call it means an output that is not quantised
+        raise TypeError("out_block_size: expected an int, got NoneType")
     options = _INT8, n, block_size, out_block_size, tactic, split_k, batch_invariant
     call = BlockwiseCall(a, a_s, b, b_s, bias, activation, torch.int8, *options)
     check_inference(**tensors_of(call))

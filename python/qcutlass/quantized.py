@@ -9,7 +9,18 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from qcutlass.products.checks import FLOATING, ceil_div, check_integer, check_tensor, names_of, shape_of
+from qcutlass.products.checks import (
+    FLOATING,
+    ceil_div,
+    check_dtype,
+    check_index,
+    check_integer,
+    check_strided,
+    check_tensor,
+    names_of,
+    shape_of,
+    span_of,
+)
 from qcutlass.products.epilogue import GATE_STEP
 from qcutlass.products.packing import (
     CODE_TYPES,
@@ -25,6 +36,8 @@ from qcutlass.products.packing import (
     one_level,
 )
 
+DEQUANTIZED: Final = (*FLOATING, torch.float64)
+"""The types of dequantised weights."""
 _MISSING: Final = {"zeros": "zero points", "minimums": "minimums"}
 
 
@@ -133,7 +146,18 @@ class QuantizedTensor:
         return self.bits + extra / max(1, self.codes.numel())
 
     def rows(self, index: Tensor | slice) -> QuantizedTensor:
-        """The matrix with its rows in another order, or some of them."""
+        """The matrix with its rows in another order, or some of them.
+
+        Args:
+            index: a slice, or int32 or int64 numbers of rows, or booleans `[N]`.
+
+        Raises:
+            TypeError: it is none of these.
+            ValueError: there is no such row, or a step below 1.
+        """
+        check_index("index", index, self.shape[0])
+        if isinstance(index, Tensor) and index.is_meta and not self.codes.is_meta:
+            raise ValueError(f"index is on meta, codes is on {self.codes.device}: pass numbers, not their shape alone")
         cut: dict[str, Any] = {name: part[:, index] for name, part in self._of_groups.items()}
         return replace(self, codes=self.codes[index], **cut)
 
@@ -149,8 +173,9 @@ class QuantizedTensor:
         """
         if not isinstance(part, slice):
             raise TypeError(f"part: expected a slice of columns, got {type(part).__name__}")
-        begin, end, stride = part.indices(self.shape[1])
-        if stride != 1 or begin >= end:
+        span = span_of("part", part, self.shape[1])
+        begin, end = span.start, span.stop
+        if span.step != 1 or begin >= end:
             raise ValueError(f"part: expected neighbouring columns of {self.shape[1]}, at least one, got {part}")
         return self._columns(slice(begin, end))
 
@@ -187,8 +212,16 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`.
 
-        None: the type of the scales, or float32 where these have 8 bits.
+        Args:
+            dtype: float16, bfloat16, float32 or float64. None: the type of the scales, or float32 where these have 8
+                bits.
+
+        Raises:
+            TypeError: it is another one.
         """
+        if dtype is None:
+            dtype = self.scales.dtype if self.scales.dtype in FLOATING else torch.float32
+        check_dtype("dtype", dtype, DEQUANTIZED)
         k = self.codes.shape[1]
         step = max(1, min(self.group_size, k))
         weight = numbers_of(self.codes, self.weight_dtype)
@@ -204,7 +237,7 @@ class QuantizedTensor:
             if self.weight_dtype is None:
                 columns.sub_(2.0 ** (self.bits - 1) if self.zeros is None else self.zeros[group].float()[:, None])
             columns.mul_(scales[group][:, None])
-        return weight.to(dtype or (self.scales.dtype if self.scales.dtype in FLOATING else torch.float32))
+        return weight.to(dtype)
 
 
 _Weights = TypeVar("_Weights", Tensor, QuantizedTensor, tuple[Tensor, Tensor])
@@ -245,14 +278,12 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
         return _interleaved(gate, up)
     if isinstance(gate, tuple) and isinstance(up, tuple):
         return _interleaved_blocks(gate, up)
-    for name, part in (("gate", gate), ("up", up)):
-        if not isinstance(part, Tensor):
-            raise TypeError(
-                f"{name}: expected a torch.Tensor, a QuantizedTensor or codes and scales, as the other, got "
-                f"{type(part).__name__}"
-            )
-    assert isinstance(gate, Tensor)
-    assert isinstance(up, Tensor)
+    if not isinstance(gate, Tensor) or not isinstance(up, Tensor):
+        name, part = ("up", up) if isinstance(gate, Tensor | QuantizedTensor | tuple) else ("gate", gate)
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, a QuantizedTensor or codes and scales, as the other, got "
+            f"{type(part).__name__}"
+        )
     if up.dtype != gate.dtype:
         raise TypeError(f"up: expected the type of gate, {gate.dtype}, got {up.dtype}")
     if up.shape != gate.shape or up.device != gate.device:
@@ -269,6 +300,8 @@ def interleave_gate_up(gate: _Weights, up: _Weights, *, dim: int = 0) -> _Weight
             f"gate: expected a multiple of {step} channels along dim = {dim}, got {shape_of(gate)}; put channels of "
             "zeros behind those of gate and up, and as many columns of zeros behind those of the layer that reads them"
         )
+    check_strided("gate", gate)
+    check_strided("up", up)
     dim %= gate.dim()
     sizes = [*gate.shape[:dim], gate.shape[dim] // step, step, *gate.shape[dim + 1 :]]
     parts = [part.reshape(sizes) for part in (gate, up)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcutlass.algorithms.clipping import Penalty, checked_scheme, group_size_of, quantize_with
 from qcutlass.algorithms.statistics import InputStatistics, check_inputs, check_layer, output_error
-from qcutlass.products.checks import ceil_div
+from qcutlass.products.checks import ceil_div, check_shares
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import WeightOnly
 
@@ -52,7 +52,7 @@ def awq_scales(
         weights: floating `[N_i, K]`: all layers that read the same input.
         statistics: of that input, on their device.
         scheme: bits, group size, symmetry; None: `WeightOnly()`.
-        exponents: that are tried. The first of equally good ones is taken; 0 is always among them.
+        exponents: that are tried, in [0, 1]. The first of equally good ones is taken; 0 is always among them.
 
     Raises:
         TypeError, ValueError: as for `gptq`; no weights.
@@ -70,6 +70,7 @@ def awq_scales(
         True
     """
     check_inputs(weights, statistics)
+    check_shares("exponents", exponents)
     scheme = checked_scheme(scheme)
     magnitudes = statistics.mean_abs.clamp(min=_SMALLEST * max(float(statistics.mean_abs.max()), _SMALLEST))
     best: AwqScales | None = None

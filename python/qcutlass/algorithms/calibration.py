@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qcutlass.algorithms.conv1d import is_conv1d
-from qcutlass.products.checks import check_channels
+from qcutlass.products.checks import FLOATING, check_channels, check_strided, check_tensor, shape_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +28,24 @@ class ActivationStatistics:
     maximum: Tensor
     smooth: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        check_tensor("minimum", self.minimum, (torch.float32,))
+        check_tensor("maximum", self.maximum, (torch.float32,))
+        if self.minimum.dim() != 1 or self.maximum.shape != self.minimum.shape:
+            raise ValueError(
+                f"minimum, maximum: expected shape [K] of both, got {shape_of(self.minimum)} and "
+                f"{shape_of(self.maximum)}"
+            )
+        if self.smooth is not None:  # a layer checks how many they are
+            check_tensor("smooth", self.smooth, (torch.float32,))
+
     @classmethod
     def of(cls, a: Tensor) -> ActivationStatistics:
-        """Of activations `[..., K]`, at least one row."""
+        """Of activations `[..., K]`, at least one row; TypeError or ValueError for others."""
+        check_tensor("a", a, (*FLOATING, torch.float64))
+        check_strided("a", a)
+        if a.dim() == 0 or a.numel() == 0:
+            raise ValueError(f"a: expected shape [..., K], of at least one row and column, got {shape_of(a)}")
         rows = a.detach().reshape(-1, a.shape[-1])
         return cls(rows.amin(dim=0).float(), rows.amax(dim=0).float())
 
@@ -48,7 +63,11 @@ class ActivationStatistics:
         return low, high
 
     def merged(self, other: ActivationStatistics) -> ActivationStatistics:
-        """Of the inputs of both."""
+        """Of the inputs of both, which are of as many channels."""
+        if not isinstance(other, ActivationStatistics):
+            raise TypeError(f"other: expected ActivationStatistics, got {type(other).__name__}")
+        if other.minimum.shape != self.minimum.shape:
+            raise ValueError(f"other: expected K = {len(self.minimum)} channels, got {shape_of(other.minimum)}")
         return replace(self, minimum=self.minimum.minimum(other.minimum), maximum=self.maximum.maximum(other.maximum))
 
     def divided(self, factors: Tensor) -> ActivationStatistics:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcutlass.algorithms.nearest import grouped, overflow, scales_of, shifts_of
 from qcutlass.algorithms.statistics import check_weight
-from qcutlass.products.checks import ceil_div, check_flag
+from qcutlass.products.checks import ceil_div, check_flag, check_values
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import WeightOnly
 
@@ -141,5 +141,6 @@ def round_to_nearest(weight: Tensor, scheme: WeightOnly | None = None, *, clip: 
         True
     """
     check_weight("weight", weight)
+    check_values("weight", weight)
     check_flag("clip", clip)
     return quantize_with(weight, checked_scheme(scheme), squares if clip else None)

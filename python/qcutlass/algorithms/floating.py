@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.algorithms.nearest import grouped, quantize, round_up
-from qcutlass.products.checks import E8M0, FLOATING, ceil_div, check_group_size, check_matrix, names_of
+from qcutlass.products.checks import E8M0, FLOATING, ceil_div, check_finite, check_group_size, check_matrix, names_of
 from qcutlass.products.packing import CODE_TYPES, check_weight_dtype
 from qcutlass.quantized import QuantizedTensor
 from qcutlass.schemes import WeightOnly
@@ -77,8 +77,7 @@ def quantize_floats(
     allowed = CODE_TYPES[weight_dtype].scales
     if dtype not in allowed:
         raise TypeError(f"scale_dtype: expected one of {names_of(allowed)} for {weight_dtype}, got {dtype}")
-    if not bool(weight.isfinite().all()):
-        raise ValueError("weight: expected finite values, got NaN or infinity")
+    check_finite("weight", weight)
     step = k if size == -1 else min(size, k)
     blocks = grouped(weight.detach(), step)
     amax = blocks.abs().amax(dim=2) if n else blocks.new_zeros((n, ceil_div(k, step)))
@@ -96,7 +95,7 @@ def quantize_floats(
             raise ValueError(f"weight: a scale overflows {dtype}; pass scale_dtype=torch.float32 or torch.bfloat16")
     divisor = scales.float() if global_scale is None else scales.float() * global_scale
     numbers = torch.where(divisor[:, :, None] == 0, 0.0, blocks / divisor[:, :, None])
-    codes = (nearest_e2m1 if weight_dtype == "e2m1" else _nearest_e4m3)(numbers).view(n, -1)[:, :k]
+    codes = (nearest_e2m1 if weight_dtype == "e2m1" else _nearest_e4m3)(numbers).flatten(1)[:, :k]
     bits = CODE_TYPES[weight_dtype].bits
     return QuantizedTensor(codes.contiguous(), scales.T.contiguous(), None, bits, step, weight_dtype, global_scale)
 

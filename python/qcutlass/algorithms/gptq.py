@@ -89,7 +89,7 @@ def gptq(
     check_flag("act_order", act_order)
     check_flag("clip", clip)
     check_damping(damping)
-    scheme = checked_scheme(scheme)
+    scheme, second_moment = checked_scheme(scheme), second_moment.detach()
     perm = second_moment.diagonal().argsort(descending=True, stable=True) if act_order else None
     columns = weight.detach().float().T if perm is None else weight.detach().float().T[perm]
     moment = second_moment if perm is None else second_moment[perm][:, perm]

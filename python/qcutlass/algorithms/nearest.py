@@ -7,7 +7,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qcutlass.products.checks import FLOATING, ceil_div, check_flag, check_group_size, check_integer, check_matrix
+from qcutlass.products.checks import (
+    FLOATING,
+    ceil_div,
+    check_flag,
+    check_group_size,
+    check_integer,
+    check_matrix,
+    check_values,
+)
 from qcutlass.products.packing import PACKINGS
 from qcutlass.quantized import QuantizedTensor
 
@@ -134,6 +142,7 @@ def quantize(
     check_group_size(size)
     check_flag("symmetric", symmetric)
     dtype = weight.dtype if scale_dtype is None else scale_dtype
+    check_values("weight", weight)
     if dtype not in FLOATING:
         raise TypeError(f"scale_dtype: expected float16, bfloat16 or float32, got {dtype}")
     step = k if size == -1 else min(size, k)

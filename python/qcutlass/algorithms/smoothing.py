@@ -15,7 +15,15 @@ from torch import Tensor
 
 from qcutlass.algorithms.eight_bit import quantize_activations, quantize_weights_int8
 from qcutlass.algorithms.statistics import InputStatistics, check_inputs
-from qcutlass.products.checks import FLOATING, check_channels, check_matrix, shape_of
+from qcutlass.products.checks import (
+    FLOATING,
+    check_channels,
+    check_finite,
+    check_matrix,
+    check_share,
+    check_shares,
+    shape_of,
+)
 
 ALPHAS: Final = tuple(step / 20 for step in range(4, 20))
 _NORMAL: Final = torch.finfo(torch.float32)
@@ -62,18 +70,14 @@ def smooth(act_absmax: Tensor, weight: Tensor | Sequence[Tensor], alpha: float =
     check_channels("act_absmax", act_absmax, weights[0].shape[1])
     if bool((act_absmax < 0).any()):
         raise ValueError("act_absmax: expected largest absolute values, got a negative one")
-    if isinstance(alpha, bool) or not isinstance(alpha, float | int):
-        raise TypeError(f"alpha: expected a number in [0, 1], got {type(alpha).__name__}")
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha: expected a number in [0, 1], got {alpha}")
+    check_share("alpha", alpha)
 
     activations = act_absmax.double()
     columns = torch.zeros_like(activations)
     for name, matrix in zip(names, weights, strict=True):
+        check_finite(name, matrix)
         if matrix.shape[0]:
             columns = columns.maximum(matrix.detach().abs().amax(dim=0).to(columns))
-        if not bool(columns.isfinite().all()):
-            raise ValueError(f"{name}: expected finite values, got NaN or infinity")
     dead = (activations == 0) | (columns == 0)
     factors = activations.pow(alpha) / columns.pow(1 - alpha)  # in float64 neither power leaves its range
     factors = factors.masked_fill(dead, 1).clamp(_NORMAL.tiny, _NORMAL.max)
@@ -111,7 +115,7 @@ def search_smoothing(
         alphas: that are tried, beside no smoothing. The first of equally good ones is taken.
 
     Raises:
-        ValueError: no weights or no rows; or as for `qcutlass.smooth`.
+        TypeError, ValueError: no weights or no rows, an exponent outside [0, 1]; or as for `qcutlass.smooth`.
 
     Example:
         >>> import torch
@@ -124,6 +128,7 @@ def search_smoothing(
         True
     """
     check_inputs(weights, statistics)
+    check_shares("alphas", alphas)
     if not len(statistics.rows):
         raise ValueError("statistics: expected some rows of inputs; make them with InputStatistics.empty(rows_a_call=)")
     rows = statistics.rows

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from qcutlass.products.checks import (
     FLOATING,
+    as_device_here,
     check_channels,
+    check_finite,
     check_integer,
     check_matrix,
     check_operand,
+    check_strided,
     check_tensor,
+    check_values,
     shape_of,
 )
 
@@ -50,13 +54,18 @@ class InputStatistics:
     count: int = 0
     rows_a_call: int = 0
 
+    def __post_init__(self) -> None:
+        check_integer("count", self.count, minimum=0)
+        check_integer("rows_a_call", self.rows_a_call, minimum=0)
+
     @staticmethod
     def empty(k: int, device: torch.device | str = "cpu", rows_a_call: int = 0) -> InputStatistics:
-        """Of no tokens of K numbers."""
+        """Of no tokens of K numbers; TypeError or ValueError for arguments that are none such."""
+        where = as_device_here("device", device)
         check_integer("k", k, minimum=1)
         check_integer("rows_a_call", rows_a_call, minimum=0)
-        zeros = torch.zeros(k, dtype=torch.float32, device=device)
-        square = torch.zeros((k, k), dtype=torch.float32, device=device)
+        zeros = torch.zeros(k, dtype=torch.float32, device=where)
+        square = torch.zeros((k, k), dtype=torch.float32, device=where)
         return InputStatistics(square, zeros, zeros.clone(), zeros.new_zeros((0, k)), 0, rows_a_call)
 
     def add(self, a: Tensor) -> None:
@@ -66,6 +75,7 @@ class InputStatistics:
             TypeError, ValueError: not floating, or not of K numbers; nothing has been taken in then.
         """
         check_tensor("a", a, FLOATING)
+        check_values("a", a)
         k = len(self.mean_abs)
         if a.dim() == 0 or a.shape[-1] != k:
             raise ValueError(f"a: expected shape [..., {k}], got {shape_of(a)}")
@@ -111,11 +121,11 @@ def check_layer(weight: Tensor, second_moment: Tensor, name: str = "weight") -> 
     """Raises TypeError or ValueError unless these are a layer's finite weights `[N, K]` and the moment `[K, K]`."""
     check_weight(name, weight)
     check_moment(second_moment, weight, name)
-    if not bool(weight.isfinite().all()):
-        raise ValueError(f"{name}: expected finite values, got NaN or infinity")
+    check_finite(name, weight)
+    check_values("second_moment", second_moment)
     if not bool(second_moment.isfinite().all()):
         raise ValueError("second_moment: expected finite values, got NaN or infinity; were activations finite?")
-    least = float(second_moment.diagonal().min())
+    least = float(second_moment.detach().diagonal().min())
     if least < 0:
         raise ValueError(f"second_moment: expected a mean of x xT, whose diagonal is not negative, got {least:g} there")
 
@@ -146,8 +156,11 @@ def check_inputs(weights: Sequence[Tensor], statistics: InputStatistics) -> None
         check_channels(f"statistics.{name}", value, len(statistics.second_moment))
         if bool((value < 0).any()):
             raise ValueError(f"statistics.{name}: expected magnitudes, got a negative one")
-    if not bool(statistics.rows.isfinite().all()):
-        raise ValueError("statistics.rows: expected finite values, got NaN or infinity")
+    rows, k = statistics.rows, len(statistics.second_moment)
+    check_operand("statistics.rows", rows, (torch.float32,), statistics.second_moment.device, "second_moment")
+    if rows.dim() != 2 or rows.shape[1] != k:
+        raise ValueError(f"statistics.rows: expected shape [R, K], K = {k}, got {shape_of(rows)}")
+    check_finite("statistics.rows", rows)
 
 
 def output_error(weight: Tensor, other: Tensor, second_moment: Tensor) -> float:
@@ -170,6 +183,7 @@ def output_error(weight: Tensor, other: Tensor, second_moment: Tensor) -> float:
     """
     check_weight("weight", weight)
     check_operand("other", other, FLOATING, weight.device, "weight")
+    check_strided("other", other)
     if other.shape != weight.shape:
         raise ValueError(f"other: expected the shape of weight, {shape_of(weight)}, got {shape_of(other)}")
     check_moment(second_moment, weight, "weight")

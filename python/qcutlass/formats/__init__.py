@@ -29,7 +29,7 @@ from qcutlass.formats import (
 from qcutlass.formats.checkpoint import Checkpoint, Format
 from qcutlass.formats.config import Config, read_config
 from qcutlass.formats.converted import check_described
-from qcutlass.formats.files import inside
+from qcutlass.formats.files import as_path, inside
 from qcutlass.formats.layers import (
     CanonicalBlockwise,
     CanonicalFp8,
@@ -156,7 +156,8 @@ def load(
         FileNotFoundError: there is no such file or folder.
         UnsupportedError: pickles, and formats that are not in `FORMATS`.
         CheckpointError: a file is damaged, is none, or contradicts its index, its configuration or itself.
-        ValueError: `format` is not a key of `FORMATS`.
+        TypeError: `checkpoint` is neither a path nor a mapping from names to tensors, or `config` no mapping.
+        ValueError: `format` is not a key of `FORMATS`; the path is an empty text.
 
     Example:
         >>> import torch
@@ -170,8 +171,10 @@ def load(
         >>> checkpoint.format, {name: layer.shape for name, layer in checkpoint.items()}
         ('gptq', {'up': (32, 64)})
     """
-    if format != "auto" and format not in FORMATS:
+    if not isinstance(format, str) or (format != "auto" and format not in FORMATS):
         raise ValueError(f"format: expected 'auto' or one of {', '.join(FORMATS)}, got {format!r}")
+    if not isinstance(config, Mapping | None):
+        raise TypeError(f"config: expected a mapping from keys to values, or None, got {type(config).__name__}")
     source, found = _open(checkpoint)
     if isinstance(source, MemorySource | SafetensorsSource) and is_stacked(source.tensors):
         source = UnstackedSource(source)
@@ -192,7 +195,7 @@ def detect(checkpoint: str | PathLike[str] | Mapping[str, Tensor], config: Mappi
         A key of `FORMATS`; several, joined by ", ", where layers are of several formats.
 
     Raises:
-        FileNotFoundError, UnsupportedError, CheckpointError: as for `load`.
+        FileNotFoundError, UnsupportedError, CheckpointError, TypeError, ValueError: as for `load`.
 
     Example:
         >>> import torch
@@ -206,7 +209,7 @@ def detect(checkpoint: str | PathLike[str] | Mapping[str, Tensor], config: Mappi
 def _open(checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> tuple[TensorSource, Config]:
     if isinstance(checkpoint, Mapping):
         return MemorySource(checkpoint), Config()
-    path = Path(checkpoint)
+    path = as_path("checkpoint", checkpoint, ", or a mapping from names to tensors")
     suffix = path.suffix.lower()
     if os.path.isdir(path) and suffix not in _FILES:
         return _open_folder(path)

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
 from qcutlass.errors import CheckpointError
 from qcutlass.formats.config import Config, read_json, read_json_if_there
+from qcutlass.formats.files import as_path
 from qcutlass.formats.source import SafetensorsSource, TensorInfo, open_folder
 from qcutlass.formats.specs import GUARD, METHOD, PARTS, LayerSpec, ModelSpec
 
@@ -24,7 +24,7 @@ _MARKS: Final = ("layout", "w_packed", "scales", "levels", "w_scale")
 
 def is_converted(path: str | PathLike[str]) -> bool:
     """Whether this is a folder whose `config.json` says that qcutlass made it."""
-    config = Path(path) / CONFIG
+    config = as_path("path", path) / CONFIG
     values = read_json_if_there(config)
     if values is None:
         return False
@@ -111,11 +111,12 @@ class PackedFolder:
 
     Raises:
         FileNotFoundError: there is no such folder.
+        TypeError, ValueError: `folder` is no path.
         CheckpointError: it is damaged, or written for another layout.
     """
 
     def __init__(self, folder: str | PathLike[str]) -> None:
-        path = Path(folder)
+        path = as_path("folder", folder)
         if not path.is_dir():
             what = "a file, expected a converted folder; qcutlass convert makes one"
             got = what if path.exists() else "no such folder"

@@ -56,6 +56,25 @@ def open_regular(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")  # which closes it itself where it fails: twice could close another's
 
 
+def as_path(name: str, value: object, others: str = "") -> Path:
+    """The path that an argument is.
+
+    Args:
+        name: of the argument.
+        others: what else it might have been, for the message.
+
+    Raises:
+        TypeError: it is neither a text nor a path.
+        ValueError: it is an empty text, which would be the current folder.
+    """
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected a path, as a text or a pathlib.Path{others}, got {type(value).__name__}")
+    if not text:
+        raise ValueError(f"{name}: expected a path, got an empty text; '.' is the current folder")
+    return Path(text)
+
+
 def check_no_pointer(path: Path, begin: bytes) -> None:
     """Raises CheckpointError for the first bytes, at least four, of what git leaves where git-lfs is not installed."""
     if begin[: len(_POINTER)] == _POINTER[: len(begin)]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from qcutlass.formats.specs import LAYER_KINDS, LayerSpec
 from qcutlass.formats.tensors import REQUANTIZE
-from qcutlass.products.checks import short
-from qcutlass.quantized import QuantizedTensor
+from qcutlass.products.checks import check_dtype, check_index, short
+from qcutlass.quantized import DEQUANTIZED, QuantizedTensor
 
 _OPTIONAL: Final = ("zeros", "global_scale", "minimums", "super_scales", "super_minimums")
 """Tensors that weights may have beside codes and scales."""
@@ -86,9 +86,9 @@ class CanonicalLinear:
         return cls(weight, **others)
 
     def rows(self, index: Tensor) -> CanonicalLinear:
-        """The layer with its output channels in another order, or some of them."""
-        bias = None if self.bias is None else self.bias[index]
-        return replace(self, weight=self.weight.rows(index), bias=bias)
+        """The layer with its output channels in another order, or some of them, as `QuantizedTensor.rows` has it."""
+        weight = self.weight.rows(index)
+        return replace(self, weight=weight, bias=None if self.bias is None else self.bias[index])
 
     def with_zeros(self) -> CanonicalLinear:
         """The layer with its zero points written out where they are all in the middle; else as it is."""
@@ -236,6 +236,7 @@ class _EightBit(_Codes):
 
     def rows(self: _AnyEightBit, index: Tensor) -> _AnyEightBit:
         """The layer with its output channels in another order, or some of them."""
+        check_index("index", index, self.shape[0])
         bias = None if self.bias is None else self.bias[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], bias=bias)
 
@@ -246,6 +247,7 @@ class _EightBit(_Codes):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`."""
+        check_dtype("dtype", dtype, DEQUANTIZED)
         return (self.codes.float() * self.scales[:, None]).to(dtype)
 
     def weights_alone(self) -> CanonicalLinear:
@@ -329,6 +331,7 @@ class CanonicalBlockwise(_Codes):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights `[N, K]`, computed in fp32 and rounded once to `dtype`."""
+        check_dtype("dtype", dtype, DEQUANTIZED)
         return (self.codes.float() * each_weights_scale(self.scales, self.shape, self.block_size)).to(dtype)
 
 
@@ -384,6 +387,7 @@ class FloatLinear:
 
     def rows(self, index: Tensor) -> FloatLinear:
         """The layer with its output channels in another order, or some of them."""
+        check_index("index", index, self.shape[0])
         return replace(self, weight=self.weight[index], bias=None if self.bias is None else self.bias[index])
 
     def effective_weight(self) -> Tensor:
@@ -392,7 +396,9 @@ class FloatLinear:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights `[N, K]` in `dtype` (None: their own)."""
-        return self.weight.to(dtype or self.weight.dtype)
+        dtype = self.weight.dtype if dtype is None else dtype
+        check_dtype("dtype", dtype, DEQUANTIZED)
+        return self.weight.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from qcutlass.formats.config import read_json, read_json_if_there
 from qcutlass.formats.expert_rows import BLOCK, SCALES, Model, Rows, rows_of, scale_rows_of
 from qcutlass.formats.files import Stamp, inside, read_span
 from qcutlass.formats.safetensors_header import BITS, Entry, as_tensor, dtype_name, read_header
+from qcutlass.products.checks import check_strided, check_values
 
 _INDEX: Final = ".safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
@@ -68,19 +69,29 @@ class MemorySource:
     format: ClassVar[str | None] = None
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, value in tensors.items():
+            if not isinstance(name, str):
+                raise TypeError(f"checkpoint: expected texts as names of tensors, got {name!r:.80}")
+            if not isinstance(value, Tensor):
+                raise TypeError(f"checkpoint[{name!r:.80}]: expected a torch.Tensor, got {type(value).__name__}")
+            check_strided(f"checkpoint[{name!r:.80}]", value)
         self._values = tensors
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(dtype_name(value), tuple(value.shape), "tensors") for name, value in tensors.items()
         }
 
     def read(self, name: str) -> Tensor:
-        return self._values[name].detach().to("cpu", copy=True)
+        return self._held(name).to("cpu", copy=True)
 
     plain = read
 
     def read_entry(self, name: str, index: int) -> Tensor:
         """One entry along the first dimension."""
-        return self._values[name][index].detach().to("cpu", copy=True)
+        return self._held(name)[index].to("cpu", copy=True)
+
+    def _held(self, name: str) -> Tensor:
+        check_values(f"checkpoint[{name!r:.80}]", self._values[name])
+        return self._values[name].detach()
 
 
 class SafetensorsSource:

@@ -20,7 +20,7 @@ from qcutlass.formats.specs import LayerSpec
 from qcutlass.layers.base import InputCodes, QuantLinear, copied, copy_of_bias
 from qcutlass.layers.packed import Parts
 from qcutlass.products import preprocess_weights, weight_sums
-from qcutlass.products.checks import check_flag, check_matrix, check_tensor
+from qcutlass.products.checks import check_flag, check_matrix, check_operand, check_tensor
 from qcutlass.products.float8 import FLOAT8, Float8Call
 from qcutlass.products.int8 import INT8, Int8Call
 from qcutlass.products.layer_calls import Steps
@@ -363,6 +363,9 @@ def _check_quantiser(dtype: torch.dtype, k: int, parts: Parts) -> Tensor:
         raise ValueError(
             "azp: a given zero point needs a given scale: pass a_scale, too, or symmetric=False without azp"
         )
+    for name, part in (("a_scale", a_scale), ("azp", azp), ("smooth", smooth)):
+        if isinstance(part, Tensor):
+            check_operand(name, part, (part.dtype,), w_packed.device, "w_packed")
     try:
         check_quantize(QuantizeCall(a, dtype, scale=a_scale, azp=azp, smooth=smooth))
     except (TypeError, ValueError) as error:  # the quantiser's `scale` is the layer's `a_scale`

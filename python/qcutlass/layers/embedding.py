@@ -13,7 +13,7 @@ from qcutlass.layers.base import QuantLinear
 from qcutlass.layers.offloading import is_offloaded, present
 from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
-from qcutlass.products.checks import FLOATING, check_dense, check_tensor, check_vector, names_of
+from qcutlass.products.checks import FLOATING, check_dense, check_dtype, check_number, check_tensor, check_vector
 from qcutlass.products.library import is_traced
 from qcutlass.products.rows import dequantize_rows
 from qcutlass.products.weight_operators import DequantizeCall, dequantize
@@ -51,8 +51,8 @@ class QuantEmbedding(WeightOnlyLinear):
     def __init__(self, layer: WeightOnlyLinear, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> None:
         if not isinstance(layer, WeightOnlyLinear):
             raise TypeError(f"layer: expected a WeightOnlyLinear, got {type(layer).__name__}")
-        if dtype not in FLOATING:
-            raise TypeError(f"dtype: expected one of {names_of(FLOATING)}, got {dtype}")
+        check_dtype("dtype", dtype, FLOATING)
+        check_number("scale", scale)
         if layer.weight_dtype is not None:
             raise UnsupportedError(f"layer: embeddings look up integer codes, got {layer.weight_dtype} ones")
         parts = {name: part for name, part in layer._buffers.items() if name != "layout"}

@@ -15,7 +15,7 @@ from qcutlass.layers.packed import PackedModule, Parts
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.moe import ExpertWeights
 from qcutlass.products import preprocess_weights
-from qcutlass.products.checks import FLOATING, check_tensor, shape_of
+from qcutlass.products.checks import FLOATING, check_integer, check_iterable, check_tensor, shape_of, span_of
 from qcutlass.products.packing import TILE_N, PackedWeights, check_weights
 from qcutlass.quantized import QuantizedTensor, check_zeros
 
@@ -70,10 +70,17 @@ class ExpertStack(PackedModule):
 
     @staticmethod
     def of_layers(layers: Iterable[WeightOnlyLinear], count: int, first: int = 0) -> ExpertStack:
-        """The weights of `count` layers of one shape and scheme, each of which is in memory for a while."""
+        """The weights of `count` layers of one shape and scheme, each of which is in memory for a while.
+
+        Raises:
+            TypeError: a layer is no `WeightOnlyLinear`, or a number no integer.
+            ValueError: there are more layers, or fewer, one of another shape or scheme than the first one, on another
+                device, or with an activation or factors of its input, which are no part of a stack.
+        """
+        check_iterable("layers", layers, "WeightOnlyLinear, one an expert")
         stacking = Stacking(count, first)
-        for layer in layers:
-            stacking.add(layer)
+        for index, layer in enumerate(layers):
+            stacking.add(layer, f"layers[{index}]")
         return stacking.finish()
 
     @property
@@ -119,15 +126,20 @@ class ExpertStack(PackedModule):
         return ExpertWeights(**self._parts, **self._numbers)
 
     def layer(self, expert: int) -> WeightOnlyLinear:
-        """One expert's layer, which shares memory with the stack."""
+        """One expert's layer, which shares memory with the stack; TypeError or ValueError where there is none."""
+        check_integer("expert", expert, minimum=0)
+        if expert >= self.experts:
+            raise ValueError(f"expert: expected a number in [0, {self.experts}), got {expert}")
         parts = {name: part if part is None else part[expert] for name, part in self._parts.items()}
         sizes = self.in_features, self.out_features
         return WeightOnlyLinear.of_parts(*sizes, activation=None, parts=parts, **self._numbers)
 
     def some(self, part: slice) -> ExpertStack:
-        """Some of the experts, which share no memory with these."""
-        chosen = range(self.experts)[part]
-        return ExpertStack.of_layers(map(self.layer, chosen), len(chosen), self.first + part.start)
+        """Some of the experts, at least one, neighbours, which share no memory with these."""
+        chosen = span_of("part", part, self.experts)
+        if chosen.step != 1 or not len(chosen):
+            raise ValueError(f"part: expected neighbours among {self.experts} experts, at least one, got {part}")
+        return ExpertStack.of_layers(map(self.layer, chosen), len(chosen), self.first + chosen.start)
 
     def changed(self, change: Callable[[int, WeightOnlyLinear], WeightOnlyLinear]) -> ExpertStack:
         """The same experts with other layers, which `change` makes of the place of each here and its layer."""
@@ -156,14 +168,27 @@ class Stacking:
     """Makes a stack, layer by layer."""
 
     def __init__(self, count: int, first: int = 0) -> None:
+        check_integer("count", count, minimum=1)
+        check_integer("first", first, minimum=0)
         self._count, self._first = count, first
         self._weights: list[QuantizedTensor] = []  # without their codes
         self._bias: list[Tensor | None] = []
         self._perm: list[Tensor | None] = []
 
-    def add(self, layer: WeightOnlyLinear) -> None:
+    def add(self, layer: WeightOnlyLinear, name: str) -> None:
+        """Takes in a layer, which is called `name` in messages; raises unless it is one like the first."""
+        if len(self._weights) == self._count:
+            raise ValueError(f"count: expected as many as there are layers, got {self._count}, and there are more")
+        numbers = numbers_of(layer, name)
         if not self._weights:
-            self._model = layer
+            self._model, self._numbers = layer, numbers
+        check_alike(name, numbers, self._numbers)
+        if layer.w_packed.device != self._model.w_packed.device:
+            raise ValueError(
+                f"{name} is on {layer.w_packed.device}, the first layer is on {self._model.w_packed.device}: move one "
+                "of them"
+            )
+        if not self._weights:
             self._packed = layer.w_packed.new_empty((self._count, *layer.w_packed.shape))
         self._packed[len(self._weights)] = layer.w_packed
         weight = _without_codes(layer)
@@ -174,11 +199,39 @@ class Stacking:
         self._perm.append(copied(layer.perm))
 
     def finish(self) -> ExpertStack:
+        """The stack of what came; ValueError where layers are absent."""
+        if len(self._weights) != self._count:
+            raise ValueError(f"count: expected as many as there are layers, {len(self._weights)}, got {self._count}")
         model = self._model
         bias, perm = _stacked(self._bias, _no_bias(model)), _stacked(self._perm, _in_order(model))
         parts = {"w_packed": self._packed, "bias": bias, "perm": perm, **_parts_of(self._weights)}
         sizes = model.in_features, model.out_features, model.bits, model.group_size
         return ExpertStack(*sizes, self._first, parts, model.weight_dtype)
+
+
+def numbers_of(layer: object, name: str) -> tuple[object, ...]:
+    """What layers must have in common to be stacked: [N, K, bits, group_size, codes]; raises where they have more."""
+    if not isinstance(layer, WeightOnlyLinear):
+        raise TypeError(f"{name}: expected a WeightOnlyLinear, got {type(layer).__name__}")
+    if layer.act_scale is not None:
+        raise ValueError(f"{name} scales its input (act_scale), which no product of experts does")
+    if layer.activation is not None:
+        raise ValueError(f"{name} has an activation, {layer.activation!r}, which is no part of a product of experts")
+    codes = layer.weight_dtype or ("integers" if layer.minimums is None else "integers with minimums")
+    return layer.out_features, layer.in_features, layer.bits, layer.group_size, codes
+
+
+def check_alike(name: str, numbers: tuple[object, ...], expected: tuple[object, ...]) -> None:
+    """Raises ValueError unless the layer called `name` has the numbers of the first one."""
+    if numbers != expected:
+        raise ValueError(
+            f"{name} has [N, K, bits, group_size, codes] = {_listed(numbers)}, not {_listed(expected)}; the experts of "
+            "a block need one shape and one scheme"
+        )
+
+
+def _listed(numbers: tuple[object, ...]) -> str:
+    return f"[{', '.join(map(str, numbers))}]"
 
 
 def _without_codes(layer: WeightOnlyLinear) -> QuantizedTensor:

@@ -8,11 +8,19 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qcutlass.layers.expert_stack import ExpertStack, Stacking, joined
+from qcutlass.layers.expert_stack import ExpertStack, Stacking, check_alike, joined, numbers_of
 from qcutlass.layers.offloading import is_offloaded, present
 from qcutlass.layers.weight_only import WeightOnlyLinear
 from qcutlass.moe import experts
-from qcutlass.products.checks import FLOATING, check_tensor, shape_of
+from qcutlass.products.checks import (
+    FLOATING,
+    check_integer,
+    check_iterable,
+    check_operand,
+    check_strided,
+    check_tensor,
+    shape_of,
+)
 from qcutlass.products.moe_operators import check_gate
 from qcutlass.schemes import Scheme, WeightOnly
 
@@ -92,6 +100,10 @@ class QuantExperts(nn.Module):
         super().__init__()
         if activation not in _GATES:
             raise ValueError(f"activation: expected {', '.join(_GATES[:-1])} or {_GATES[-1]}, got {activation!r}")
+        check_gate(activation, limit, alpha, interleaved=False)
+        for name, stack in (("gate_up", gate_up), ("down", down)):
+            if not isinstance(stack, ExpertStack):
+                raise TypeError(f"{name}: expected an ExpertStack, got {type(stack).__name__}")
         shapes = [(stack.experts, stack.first, *sizes) for stack, sizes in (
             (gate_up, (gate_up.out_features, gate_up.in_features)), (down, (2 * down.in_features, down.out_features))
         )]  # fmt: skip
@@ -99,6 +111,8 @@ class QuantExperts(nn.Module):
             raise ValueError(
                 f"gate_up, down: expected [2 I, H] and [H, I] of the same experts, got {gate_up} and {down}"
             )
+        if num_experts is not None:
+            check_integer("num_experts", num_experts, minimum=gate_up.first + gate_up.experts)
         self.gate_up, self.down = gate_up, down
         self.activation, self.limit, self.alpha = activation, limit, alpha
         self.num_experts = gate_up.experts if num_experts is None else num_experts
@@ -133,6 +147,7 @@ class QuantExperts(nn.Module):
             raise TypeError(f"scheme: expected qcutlass.WeightOnly for experts, got {type(scheme).__name__}")
         for name, weight in {"gate_up": gate_up, "down": down}.items():
             check_tensor(name, weight, FLOATING)
+            check_strided(name, weight)
         check_gate(activation, limit, alpha, False)
         count, n, k = gate_up.shape if gate_up.dim() == 3 else (0, 0, 0)
         if not count or n % 2 or down.shape != (count, k, n // 2):
@@ -143,7 +158,8 @@ class QuantExperts(nn.Module):
             raise ValueError(f"down is on {down.device}, gate_up is on {gate_up.device}: move one of them")
         for name, bias, size in (("gate_up_bias", gate_up_bias, n), ("down_bias", down_bias, k)):
             if bias is not None:
-                check_tensor(name, bias, FLOATING)
+                check_operand(name, bias, FLOATING, gate_up.device, "gate_up")
+                check_strided(name, bias)
                 if bias.shape != (count, size):
                     raise ValueError(f"{name}: expected shape {[count, size]}, got {shape_of(bias)}")
         for name, weight in {"gate_up": gate_up, "down": down}.items():
@@ -158,27 +174,32 @@ class QuantExperts(nn.Module):
         """Joins the layers of `count` experts, which are read one expert at a time.
 
         Raises:
-            ValueError: an expert differs from the first one in shape, bits or group size, its layers scale their
-                input, or gate and up reorder it differently; it names the expert and what differs.
+            TypeError: what comes is no `Expert` of `WeightOnlyLinear`, `count` no integer or `gate` no `Gate`.
+            ValueError: there are more experts, or fewer; one differs from the first one in shape, bits or group size,
+                its layers scale their input or have activations, or gate and up reorder it differently; it names the
+                expert and what differs.
         """
+        if not isinstance(gate, Gate):
+            raise TypeError(f"gate: expected a Gate, got {type(gate).__name__}")
+        check_gate(*gate, interleaved=False)
+        check_iterable("layers", layers, "Expert")
         gate_up, down = Stacking(count), Stacking(count)
         first: list[tuple[object, ...]] = []
         for index, expert in enumerate(layers):
-            numbers = [_numbers(expert, name, index) for name in Expert._fields]
+            if not isinstance(expert, Expert):
+                raise TypeError(f"expert {index}: expected an Expert (gate, up, down), got {type(expert).__name__}")
+            names = [f"expert {index}: {name}" for name in Expert._fields]
+            numbers = [numbers_of(layer, name) for layer, name in zip(expert, names, strict=True)]
             first = first or [numbers[0], numbers[0], numbers[2]]
-            for name, found, expected in zip(Expert._fields, numbers, first, strict=True):
-                if found != expected:
-                    raise ValueError(
-                        f"expert {index}: {name} has [N, K, bits, group_size, codes] = {_listed(found)}, not "
-                        f"{_listed(expected)}; the experts of a block need one shape and one scheme"
-                    )
+            for name, found, expected in zip(names, numbers, first, strict=True):
+                check_alike(name, found, expected)
             if not have_one_order(expert.gate.perm, expert.up.perm):
                 raise ValueError(
                     f"expert {index}: gate and up reorder their input (perm) differently, and one product multiplies "
                     "both"
                 )
-            gate_up.add(joined(expert.gate, expert.up))
-            down.add(expert.down)
+            gate_up.add(joined(expert.gate, expert.up), names[0])
+            down.add(expert.down, names[2])
         return QuantExperts(gate_up.finish(), down.finish(), gate.activation, None, gate.limit, gate.alpha)
 
     def expert(self, index: int) -> Expert:
@@ -309,15 +330,3 @@ def _quantized(weights: Tensor, scheme: WeightOnly, bias: Tensor | None) -> Expe
     biases = [None] * len(weights) if bias is None else bias
     layers = (WeightOnlyLinear.of_weight(weight, scheme, own) for weight, own in zip(weights, biases, strict=True))
     return ExpertStack.of_layers(layers, len(weights))
-
-
-def _listed(numbers: tuple[object, ...]) -> str:
-    return f"[{', '.join(map(str, numbers))}]"
-
-
-def _numbers(expert: Expert, name: str, index: int) -> tuple[object, ...]:
-    layer: WeightOnlyLinear = getattr(expert, name)
-    if layer.act_scale is not None:
-        raise ValueError(f"expert {index}: {name} scales its input (act_scale), which no product of experts does")
-    codes = layer.weight_dtype or ("integers" if layer.minimums is None else "integers with minimums")
-    return layer.out_features, layer.in_features, layer.bits, layer.group_size, codes

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from qcutlass import formats
 from qcutlass.formats.converted import PackedFolder, PackedLinear, is_converted
+from qcutlass.formats.files import as_path
 
+_OTHERS = ", a mapping from names to tensors or an opened checkpoint"
 Source = str | PathLike[str] | Mapping[str, Tensor] | formats.Checkpoint
 
 
@@ -20,7 +22,7 @@ def stored_layer(
     """The layer as its file holds it; errors as for `QuantLinear.from_checkpoint`."""
     names: Collection[str]
     read: Callable[[str], formats.Layer | PackedLinear]
-    if not isinstance(checkpoint, Mapping) and is_converted(checkpoint):
+    if not isinstance(checkpoint, Mapping) and is_converted(as_path("checkpoint", checkpoint, _OTHERS)):
         folder = PackedFolder(checkpoint)
         names, read = folder.names, folder.packed
     else:

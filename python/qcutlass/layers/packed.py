@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from qcutlass.products.checks import E8M0, FLOATING, are_finite, check_tensor
+from qcutlass.products.checks import E8M0, FLOATING, are_finite, check_strided, check_tensor
 from qcutlass.products.layer_calls import CALLS
 from qcutlass.products.packing import fit_cuda, one_level
 from qcutlass.version import LAYOUT_VERSION
@@ -61,6 +61,9 @@ class PackedModule(nn.Module, ABC):
 
     def _register(self, parts: Parts) -> None:
         """Checks the buffers, and takes them with their layout."""
+        for name, part in parts.items():
+            if isinstance(part, Tensor):
+                check_strided(name, part)
         device = next(part.device for part in parts.values() if part is not None)
         parts = _for_device(parts, device, self.group_size)
         self._check(parts)

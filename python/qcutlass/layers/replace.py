@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from qcutlass.algorithms.calibration import ActivationStatistics
 from qcutlass.algorithms.conv1d import as_linear, is_conv1d
@@ -124,7 +124,7 @@ def check_skip(skip: object) -> None:
     """Raises TypeError unless `skip` is a collection of names."""
     if isinstance(skip, str):
         raise TypeError(f"skip: expected a list of names, got the string {skip!r}")
-    if not isinstance(skip, Collection):
+    if not isinstance(skip, Collection) or isinstance(skip, Tensor):
         raise TypeError(f"skip: expected a list of names, got {type(skip).__name__}")
     for pattern in skip:
         if not isinstance(pattern, str):

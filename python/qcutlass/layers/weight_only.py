@@ -333,19 +333,21 @@ class WeightOnlyLinear(QuantLinear, scheme=WeightOnly, stored="weight_only"):
         return self.columns(part)
 
     def rows(self, index: Tensor | slice) -> WeightOnlyLinear:
-        """The layer with some of its output channels, in memory of its own."""
-        bias = None if self.bias is None else self.bias[index]
+        """The layer with some of its output channels, in memory of its own; errors as for `QuantizedTensor.rows`."""
         weight = self._weight(self._codes()).rows(index)
+        bias = None if self.bias is None else self.bias[index]
         return self._like(_copy(weight, bias, self.activation, self.act_scale, self.perm))
 
     def columns(self, part: slice) -> WeightOnlyLinear:
         """The layer of some columns, in the order in which the codes lie, in memory of its own.
 
-        Its outputs are to be added to those of the other columns: the part with the first one has the bias.
+        Its outputs are to be added to those of the other columns: the part with the first one has the bias. Errors are
+        those of `QuantizedTensor.columns`.
         """
+        weight = self._weight(self._codes()).columns(part)
         act_scale = None if self.act_scale is None else self.act_scale[part]
-        bias = self.bias if part.start == 0 else None
-        return self._like(_copy(self._weight(self._codes()).columns(part), bias, None, act_scale, None))
+        bias = self.bias if part.indices(self.in_features)[0] == 0 else None
+        return self._like(_copy(weight, bias, None, act_scale, None))
 
     def _like(self, part: WeightOnlyLinear) -> WeightOnlyLinear:
         """A part of the layer with its options."""

@@ -19,6 +19,7 @@ from qcutlass.errors import CheckpointError
 from qcutlass.formats import CanonicalLinear, FloatLinear, Layer
 from qcutlass.formats.activations import STORED_ACTIVATIONS, Activations
 from qcutlass.formats.converted import CONFIG, QUANTIZATION, is_converted
+from qcutlass.formats.files import as_path
 from qcutlass.formats.specs import GUARD, LAYER_KINDS, LayerSpec, ModelSpec, Requantized, guard
 from qcutlass.layers import QuantLinear
 from qcutlass.layers.activations import check_activations
@@ -34,7 +35,7 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.requantizing import Requantizer, take_float_experts
 from qcutlass.models.shards import ShardedWriter, as_bytes, write_json
 from qcutlass.models.sources import ModelSource
-from qcutlass.products.checks import check_flag, check_integer
+from qcutlass.products.checks import check_callable, check_flag, check_integer
 from qcutlass.schemes import WeightOnly
 
 Progress = Callable[[str, int, int], None]
@@ -206,7 +207,8 @@ def convert(
     check_activations(activations)
     check_integer("shard_bytes", shard_bytes, minimum=1)
     check_flag("verify", verify)
-    old, new = Path(source), Path(destination)
+    check_callable("progress", progress)
+    old, new = as_path("source", source), as_path("destination", destination)
     check_places(old, new, overwrite)
     report = progress or (lambda name, count, total: None)
     with memory_told(old):
@@ -355,4 +357,6 @@ def weights_of(layer: QuantLinear) -> Tensor:
         >>> weights_of(qcutlass.QuantLinear.from_linear(torch.nn.Linear(64, 16))).shape
         torch.Size([16, 64])
     """
+    if not isinstance(layer, QuantLinear):
+        raise TypeError(f"layer: expected a layer of qcutlass.layers, got {type(layer).__name__}")
     return layer.weights()

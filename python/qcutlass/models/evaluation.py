@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.models.positions import check_length
-from qcutlass.products.checks import check_integer
+from qcutlass.products.checks import check_callable, check_integer, check_tokens
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def perplexity(
         progress: called with the number of windows done and the number of all.
 
     Raises:
+        TypeError: `ids` is no tensor of int64, or `window` no integer.
         ValueError: there is no whole window; a model with learned positions has none for as many tokens.
 
     Example:
@@ -58,6 +59,8 @@ def perplexity(
         8.0
     """
     check_integer("window", window, minimum=2)
+    check_tokens("ids", ids)
+    check_callable("progress", progress)
     check_length("window", model, window, "it has", "take a smaller one (--window)")
     windows = ids[: len(ids) // window * window].view(-1, window)
     if not len(windows):

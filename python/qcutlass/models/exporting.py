@@ -17,6 +17,7 @@ from qcutlass.errors import UnsupportedError
 from qcutlass.formats import CanonicalBlockwise, CanonicalLinear, Layer, compressed_tensors, gptq
 from qcutlass.formats.config import model_types, read_json
 from qcutlass.formats.converted import CONFIG, QUANTIZATION
+from qcutlass.formats.files import as_path
 from qcutlass.formats.floats import has_conv1d
 from qcutlass.formats.fp8 import in_blocks, scales_of_blocks
 from qcutlass.formats.specs import LAYER_KINDS
@@ -29,7 +30,7 @@ from qcutlass.models.replacing import new_folder
 from qcutlass.models.shards import ShardedWriter, write_json
 from qcutlass.models.sources import copy_files, files_beside
 from qcutlass.products.block_operators import BLOCK_SIZES
-from qcutlass.products.checks import check_flag
+from qcutlass.products.checks import check_flag, check_integer
 
 _MARK: Final = "exported_by_qcutlass"  # in config.json: a folder that may be overwritten
 
@@ -106,7 +107,8 @@ def export_model(
     if format not in EXPORTS:
         raise ValueError(f"format: expected one of {', '.join(EXPORTS)}, got {format!r}")
     check_flag("overwrite", overwrite)
-    old, new = Path(folder), Path(destination)
+    check_integer("shard_bytes", shard_bytes, minimum=1)
+    old, new = as_path("folder", folder), as_path("destination", destination)
     source = ConvertedFolder(old)
     _check_destination(old, new, overwrite)
     files_beside(old)  # refused before anything is written
@@ -158,7 +160,7 @@ def export_note(folder: str | PathLike[str]) -> str | None:
         ...     print(export_note(name))
         None
     """
-    config = read_json(Path(folder) / CONFIG)
+    config = read_json(as_path("folder", folder) / CONFIG)
     if not isinstance(config.get(QUANTIZATION), dict):
         raise ValueError(f"folder: expected one that export_model wrote, got {folder} without a {QUANTIZATION}")
     groups = config[QUANTIZATION].get("config_groups", {})

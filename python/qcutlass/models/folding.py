@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,8 @@ def fold_smoothing(norm_or_linear: nn.Module, linears: nn.Linear | Sequence[nn.L
         >>> bool((linear(norm(x)) - before).abs().max() < 1e-6)
         True
     """
-    several = [linears] if isinstance(linears, nn.Module) else linears
-    if not isinstance(several, Iterable):
+    several: Any = [linears] if isinstance(linears, nn.Module) else linears
+    if not isinstance(several, Iterable) or isinstance(several, Tensor):
         raise TypeError(f"linears: expected a torch.nn.Linear or a list of some, got {type(linears).__name__}")
     write(folded(norm_or_linear, list(several), s))
 

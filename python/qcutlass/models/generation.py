@@ -19,7 +19,7 @@ from qcutlass.models.compiling import compiled_code
 from qcutlass.models.growing_cache import growing_cache
 from qcutlass.models.positions import check_length
 from qcutlass.models.sampling import Sampling
-from qcutlass.products.checks import check_integer
+from qcutlass.products.checks import check_callable, check_flag, check_integer
 
 Message: TypeAlias = Mapping[str, str]
 """`role`, that is "user" or "assistant" or "system", and `content`."""
@@ -178,7 +178,7 @@ def generate(
 
     Raises:
         Interrupted: the user pressed Ctrl-C after the first token; a KeyboardInterrupt that has the texts so far.
-        TypeError: `prompt` is neither of these.
+        TypeError: `prompt` is neither of these, or another argument not as described.
         ValueError: a prompt is empty, or has bytes that are no UTF-8; there is none; `on_text` for several; `chat`
             without a template, or with one that refuses the messages; a model with learned positions has none for as
             long a text.
@@ -191,6 +191,11 @@ def generate(
         ...     return [found.text for found in generate(model, tokenizer, texts, max_new_tokens=32)]
     """
     check_integer("max_new_tokens", max_new_tokens, minimum=1)
+    check_flag("chat", chat)
+    check_flag("eager", eager)
+    check_callable("on_text", on_text)
+    if not isinstance(sampling, Sampling | None):
+        raise TypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
     prompts = _prompts(prompt)
     if on_text is not None and len(prompts) > 1:
         raise ValueError(f"on_text: expected a single prompt, got {len(prompts)}; leave it out, or take them in turn")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qcutlass.products.checks import check_integer, check_seed
+from qcutlass.products.checks import check_integer, check_number, check_seed
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Sampling:
         seed: of what is drawn; None: torch's generator as it is.
 
     Raises:
+        TypeError: one is no number.
         ValueError: a temperature below 0 or not finite, a probability outside (0, 1], a seed below 0 or of more than
             64 bits; `top_p` or `seed` where nothing is drawn.
 
@@ -37,6 +38,8 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        check_number("temperature", self.temperature)
+        check_number("top_p", self.top_p)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: expected a finite number from 0 on, got {self.temperature}")
         if not 0 < self.top_p <= 1:

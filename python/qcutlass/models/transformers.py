@@ -29,6 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qcutlass import formats
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats.converted import QUANTIZATION, PackedFolder, is_converted
+from qcutlass.formats.files import as_path
 from qcutlass.formats.specs import GUARD, METHOD, LayerSpec, ModelSpec
 from qcutlass.layers import QuantEmbedding, QuantExperts, QuantLinear, TiedLinear, WeightOnlyLinear, use_activations
 from qcutlass.layers.activations import check_activations, fit_activations
@@ -53,6 +54,7 @@ from qcutlass.models.fitting import (
     weight_shape,
 )
 from qcutlass.models.saving import Saved, floats, save, saved_tensors
+from qcutlass.products.checks import FLOATING, as_device_here, check_dtype
 
 if TYPE_CHECKING:  # this module is imported while transformers' own models are not yet
     from transformers import PreTrainedModel
@@ -442,16 +444,16 @@ def load_model(
         UnsupportedError: as for `qcutlass.formats.load`; transformers reads no model or tokenizer there; the model has
             an encoder; the folder holds adapters, or asks for code from elsewhere.
         CheckpointError: as for `qcutlass.formats.load`; some of the model's tensors are absent.
+        TypeError, ValueError: an argument is not as described.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = Path(folder)
+    path, where = as_path("folder", folder), as_device_here("device", device)
+    check_activations(activations)
+    check_dtype("dtype", torch.float32 if dtype is None else dtype, FLOATING)
     if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path}: a file, expected a folder; qcutlass convert makes one of a GGUF file"
-            if path.is_file()
-            else f"{path}: no such folder"
-        )
+        a_file = "a file, expected a folder; qcutlass convert makes one of a GGUF file"
+        raise FileNotFoundError(f"{path}: {a_file if path.is_file() else 'no such folder'}")
     # Both check the headers, with errors that say more than those of transformers.
     opened = PackedFolder(path) if is_converted(path) else formats.load(path)
     check_alone(path)
@@ -466,8 +468,6 @@ def load_model(
             config.__dict__.pop(QUANTIZATION, None)  # whatever it says
         else:
             config.quantization_config = QcutlassConfig().to_dict()
-    where = torch.device(device)
-    check_activations(activations)
     if dtype is None and where.type == "cpu":
         dtype = torch.float32
     elif dtype is None:

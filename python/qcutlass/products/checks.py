@@ -5,7 +5,7 @@ Only shapes, types and devices are looked at, so that everything but `check_memo
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, NoReturn, Protocol
 
@@ -20,6 +20,7 @@ E8M0: Final[tuple[torch.dtype, ...]] = (
     (torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()  # torch has it since 2.7
 )
 DEVICES: Final = ("cpu", "meta", "cuda")
+_INDICES: Final = (torch.int64, torch.int32, torch.bool)
 _MOST_SPLITS: Final = 2**16  # blocks that a grid has in this direction
 
 ACTIVATIONS: Final[dict[str | None, _C.Activation]] = {
@@ -103,6 +104,12 @@ def check_operand(
         )
 
 
+def check_dtype(name: str, value: object, allowed: Sequence[torch.dtype]) -> None:
+    """Raises TypeError unless `value` is one of the types `allowed`."""
+    if not isinstance(value, torch.dtype) or value not in allowed:
+        raise TypeError(f"{name}: expected one of {names_of(allowed)}, got {value}")
+
+
 def check_vector(name: str, value: Tensor, length: int, letter: str) -> None:
     if value.shape != (length,):
         raise ValueError(f"{name}: expected shape [{letter}] = [{length}], got {shape_of(value)}")
@@ -133,8 +140,25 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
 
 
+def check_share(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number in [0, 1], got {type(value).__name__}")
+    if not 0 <= float(value) <= 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value}")
+
+
+def check_shares(name: str, values: object) -> None:
+    """Raises TypeError or ValueError unless `values` is a list or another sequence of numbers in [0, 1]."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise TypeError(f"{name}: expected a list of numbers in [0, 1], got {type(values).__name__}")
+    for index, value in enumerate(values):
+        check_share(f"{name}[{index}]", value)
+
+
 def check_seed(name: str, value: int) -> None:
-    """Raises ValueError unless torch's generators take this seed."""
+    """Raises TypeError or ValueError unless torch's generators take this seed."""
+    check_integer(name, value)
     if not -(2**63) <= value < 2**64:
         raise ValueError(f"{name}: expected an integer of 64 bits, less than 2**64, got {value}")
 
@@ -142,6 +166,18 @@ def check_seed(name: str, value: int) -> None:
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
+def check_iterable(name: str, value: object, meaning: str) -> None:
+    """Raises TypeError unless `value` can be gone through; a text, or a single tensor, is none of several."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Tensor)):
+        raise TypeError(f"{name}: expected several {meaning}, got {type(value).__name__}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raises TypeError unless `value` can be called, or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}: expected a function or None, got {type(value).__name__}")
 
 
 def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
@@ -155,6 +191,69 @@ def check_pair(name: str, value: object, meaning: str) -> tuple[int, int]:
 
 def _listed(allowed: Container[int]) -> list[int]:
     return [value for value in range(257) if value in allowed]
+
+
+def as_device(name: str, value: object) -> torch.device:
+    """The device that an argument is: one of torch's, its name, or the number of a GPU.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: torch knows no device of this name.
+        UnsupportedError: qcutlass does not run on such devices.
+    """
+    known = "expected 'cpu', 'cuda', or 'cuda:N' for GPU number N"
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
+        raise TypeError(f"{name}: {known}, or a torch.device, got {type(value).__name__}")
+    try:
+        device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: {known}, got {value!r:.80}") from error
+    if value not in (device, device.index, str(device)):  # torch takes numbers modulo 256
+        raise ValueError(f"{name}: {known}, got {value!r:.80}")
+    if device.type not in DEVICES:
+        raise UnsupportedError(f"{name}: qcutlass runs on cpu and cuda, got {device}")
+    return device
+
+
+def as_device_here(name: str, value: object) -> torch.device:
+    """As `as_device`; UnsupportedError where tensors with values cannot be: no such GPU, or the meta device."""
+    device = as_device(name, value)
+    count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+    if device.type == "meta" or (device.type == "cuda" and (device.index or 0) >= count):
+        seen = f"torch sees {count} CUDA devices" if device.type == "cuda" else "its tensors have no values"
+        raise UnsupportedError(f"{name}: {seen}, got {device}; pass 'cpu'" + (", or another GPU" if count else ""))
+    return device
+
+
+def check_index(name: str, value: object, length: int) -> None:
+    """Raises TypeError or ValueError unless `value` picks some of `length` channels: a slice, or a vector of integers.
+
+    Integers count from the end where they are negative, as torch has it; a vector of booleans, `[length]`, tells which.
+    """
+    if isinstance(value, slice):
+        if span_of(name, value, length).step < 1:
+            raise ValueError(f"{name}: expected a step of at least 1, got {value}")
+        return
+    check_tensor(name, value, _INDICES)
+    assert isinstance(value, Tensor)
+    if value.dim() != 1 or (value.dtype == torch.bool and len(value) != length):
+        expected = f"[{length}] of booleans" if value.dtype == torch.bool else "[count]"
+        raise ValueError(f"{name}: expected shape {expected}, got {shape_of(value)}")
+    if value.dtype == torch.bool or value.is_meta or not len(value):
+        return
+    low, high = (int(end) for end in value.aminmax())
+    if low < -length or high >= length:
+        raise ValueError(f"{name}: expected numbers of {length} channels, got {low} to {high}")
+
+
+def span_of(name: str, part: slice, length: int) -> range:
+    """The numbers of `length` ones that a slice picks; raises TypeError or ValueError where it is none of integers."""
+    if not isinstance(part, slice):
+        raise TypeError(f"{name}: expected a slice, got {type(part).__name__}")
+    try:
+        return range(*part.indices(length))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: expected a slice of integers with a step, got {part}") from None
 
 
 def check_activations(name: str, a: object, allowed: Mapping[str, Sequence[torch.dtype]]) -> torch.device:
@@ -219,7 +318,8 @@ def check_inference(**tensors: Tensor | None) -> None:
             raise RuntimeError(f"{name} has a forward-mode tangent, but qcutlass is for inference: pass its primal")
 
 
-def _check_strided(name: str, value: Tensor) -> None:
+def check_strided(name: str, value: Tensor) -> None:
+    """Raises ValueError where a tensor's elements do not lie at strides: it is sparse, say."""
     if value.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}: pass {name}.to_dense()")
 
@@ -229,9 +329,23 @@ def check_memory(tensors: Mapping[str, Tensor | None]) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        _check_strided(name, tensor)
+        check_strided(name, tensor)
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(f"{name}: its {tensor.numel()} elements have no storage; was it freed?")
+
+
+def check_values(name: str, value: Tensor) -> None:
+    """Raises ValueError unless a tensor has values, at strides."""
+    check_strided(name, value)
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values; load them first")
+
+
+def check_finite(name: str, value: Tensor) -> None:
+    """As `check_values`; ValueError where there is NaN or infinity among the values, too."""
+    check_values(name, value)
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{name}: expected finite values, got NaN or infinity")
 
 
 def check_dense(tensors: Mapping[str, Tensor | None]) -> None:
@@ -256,9 +370,18 @@ def check_matrix(name: str, value: Tensor, dtypes: Sequence[torch.dtype], where:
     """Raises unless `value` is a matrix of one of `dtypes` on a device qcutlass runs on."""
     check_tensor(name, value, dtypes, where)
     check_device(name, value)
-    _check_strided(name, value)
+    check_strided(name, value)
     if value.dim() != 2:
         raise ValueError(f"{name}: expected shape [N, K], got {shape_of(value)}")
+
+
+def check_tokens(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is a vector of tokens' numbers, with values."""
+    check_tensor(name, value, (torch.int64,))
+    assert isinstance(value, Tensor)
+    check_values(name, value)
+    if value.dim() != 1:
+        raise ValueError(f"{name}: expected shape [tokens], got {shape_of(value)}")
 
 
 def check_channels(name: str, value: Tensor, k: int) -> None:
@@ -266,5 +389,4 @@ def check_channels(name: str, value: Tensor, k: int) -> None:
     check_tensor(name, value, FLOATING)
     if value.shape != (k,):
         raise ValueError(f"{name}: expected shape [K] = [{k}], got {shape_of(value)}")
-    if not bool(value.isfinite().all()):
-        raise ValueError(f"{name}: expected finite values, got NaN or infinity")
+    check_finite(name, value)

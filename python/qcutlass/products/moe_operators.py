@@ -94,6 +94,8 @@ def check_routing(topk_ids: Tensor, num_experts: int, topk_weights: Tensor | Non
     check_integer("num_experts", num_experts, minimum=1)
     if topk_ids.is_cuda and num_experts > _C.MOST_EXPERTS:
         raise UnsupportedError(f"num_experts: on CUDA expected at most {_C.MOST_EXPERTS}, got {num_experts}")
+    if num_experts > _MOST_ROWS:
+        raise ValueError(f"num_experts: expected at most 2^30, got {num_experts}")
     if topk_weights is not None:
         check_operand("topk_weights", topk_weights, ROUTER_WEIGHTS, topk_ids.device, "topk_ids")
         if topk_weights.shape != topk_ids.shape:

@@ -21,6 +21,7 @@ from qcutlass.products.checks import (
     ceil_div,
     check_integer,
     check_operand,
+    check_strided,
     check_tensor,
     names_of,
     shape_of,
@@ -217,6 +218,8 @@ def check_weights(weights: PackedWeights, k: int, device: torch.device, first: s
             "packed for 16-bit activations (dtype uint8): pack the codes with preprocess_weights(codes, bits=8)"
         )
     check_operand("w_packed", w_packed, _CODES, device, first)
+    if weights.super_scales is not None:
+        check_tensor("super_scales", weights.super_scales, SUPERS)
     numbers = FLOATING if weights.super_scales is None else INTEGERS
     allowed = numbers if weight_dtype is None else CODE_TYPES[weight_dtype].scales
     check_operand("scales", scales, allowed, device, first)
@@ -329,7 +332,9 @@ def expand_scales(scales: Tensor, super_scales: Tensor | None) -> Tensor:
     if super_scales is None:
         return scales
     check_tensor("scales", scales, INTEGERS)
-    check_tensor("super_scales", super_scales, SUPERS)
+    check_operand("super_scales", super_scales, SUPERS, scales.device, "scales")
+    check_strided("scales", scales)
+    check_strided("super_scales", super_scales)
     fits = scales.dim() == super_scales.dim() >= 2 and scales.shape[:-2] == super_scales.shape[:-2]
     groups, step = (scales.shape[-2], super_scales.shape[-2]) if fits else (0, 0)
     if not step or groups % step or scales.shape[-1] != super_scales.shape[-1]:

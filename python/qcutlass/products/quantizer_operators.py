@@ -103,7 +103,7 @@ def check_quantize(call: QuantizeCall) -> None:
     k = a.shape[-1]
     if k < 1:
         raise ValueError(f"a: K must be at least 1, got shape {shape_of(a)}")
-    if dtype not in CODES:
+    if not isinstance(dtype, torch.dtype) or dtype not in CODES:
         raise TypeError(f"dtype: expected torch.int8, torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
     check_flag("per_tensor", per_tensor)
     check_flag("asymmetric", asymmetric)

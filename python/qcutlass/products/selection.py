@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qcutlass import _C
 from qcutlass.products import epilogue, tuned_plans
-from qcutlass.products.checks import names_of
+from qcutlass.products.checks import check_strided, names_of, tensors_of
 from qcutlass.products.extension import device_traits
 from qcutlass.products.functions import gemm
 from qcutlass.products.kind import FUNCTIONS, Call, Kind
@@ -337,7 +337,10 @@ def _call(product: object, operands: tuple[Any, ...], options: dict[str, Any]) -
     if function is None:
         names = ", ".join(one.name for one in FUNCTIONS.values())
         raise TypeError(f"product: expected one of {names}, or a tensor, the first operand of gemm; got {product!r}")
-    return function.kind, function.call(*operands, **options)
+    call = function.call(*operands, **options)
+    for name, tensor in tensors_of(call).items():
+        check_strided(name, tensor)
+    return function.kind, call
 
 
 def _check_is_of_gemm(a: Tensor) -> None:

@@ -24,6 +24,7 @@ import torch
 
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
+from qcutlass.products.checks import check_integer
 from qcutlass.products.extension import DTYPES
 
 BUCKETS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -85,6 +86,7 @@ def bucket(m: int) -> int | None:
         >>> [bucket(m) for m in (1, 17, 48, 16384, 16385)]
         [1, 32, 48, 16384, None]
     """
+    check_integer("m", m, minimum=0)
     return next((size for size in BUCKETS if size >= m), None)
 
 

@@ -11,6 +11,7 @@ from qcutlass import _C
 from qcutlass.products.checks import (
     FLOATING,
     check_device,
+    check_dtype,
     check_integer,
     check_memory,
     check_tensor,
@@ -112,8 +113,7 @@ def check_dequantize(call: DequantizeCall) -> tuple[WeightShape, torch.dtype, in
     shape = check_weights(PackedWeights.of(call), call.k, w_packed.device, "w_packed")
     if dtype is None:
         dtype = call.scales.dtype if call.scales.dtype in FLOATING else torch.float32
-    if dtype not in FLOATING:
-        raise TypeError(f"dtype: expected one of {names_of(FLOATING)}, got {dtype}")
+    check_dtype("dtype", dtype, FLOATING)
     end = shape.n if end is None else end
     if not 0 <= begin <= end <= shape.n:
         raise ValueError(f"rows: expected 0 <= begin <= end <= N = {shape.n}, got ({begin}, {end})")

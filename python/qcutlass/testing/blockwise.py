@@ -20,6 +20,7 @@ from qcutlass.testing.bounds import (
     bound,
     finished_by,
 )
+from qcutlass.testing.fields import check_fields, generator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -181,6 +182,9 @@ class BlockwiseCase:
     residual: bool = False
     apart: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def _problem(
         self,
         seed: int,
@@ -217,7 +221,7 @@ class BlockwiseCase:
 
         Of fp8 numbers every third row and every second channel is non-negative, so that sums of blocks grow.
         """
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
         if self.dtype == _INT8:
             a, b = (torch.randint(-128, 128, (rows, self.k), generator=g, device=device) for rows in (self.m, self.n))
         else:
@@ -240,7 +244,7 @@ class BlockwiseCase:
         """
         if self.activation not in (None, "relu"):
             raise ValueError(f"activation must be None or 'relu' (the others are not exact), got {self.activation!r}")
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
 
         def integers(low: int, high: int, *shape: int) -> Tensor:  # both ends included
             return torch.randint(low, high + 1, shape, generator=g, device=device)

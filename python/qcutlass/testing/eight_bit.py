@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.testing.bounds import ALIGNMENT, EXACT_LIMIT, GATES, UNIT_ROUNDOFF, Reference, finished_by
+from qcutlass.testing.fields import check_fields, generator
 
 Scope: TypeAlias = Literal["none", "one", "each"]
 """Whether there is none of a parameter, one, or one for each row or channel."""
@@ -158,6 +159,9 @@ class EightBitCase:
     residual: bool = False
     growing: bool = True
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def _problem(self, seed: int, a: Tensor, w: Tensor, **tensors: Tensor | None) -> EightBitProblem:
         """Casts to the case's types, and leaves out what the case has not."""
         if self.out_dtype == torch.int32:
@@ -183,7 +187,7 @@ class EightBitCase:
         Of fp8 numbers every third row and every second channel is non-negative where sums are `growing` with K: those
         that accumulate for longer than they may are out of their bound.
         """
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
 
         def numbers(rows: int) -> Tensor:
             if self.dtype == _INT8:
@@ -224,7 +228,7 @@ class EightBitCase:
         """
         if self.activation not in (None, "relu"):
             raise ValueError(f"activation must be None or 'relu' (the others are not exact), got {self.activation!r}")
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
 
         def integers(low: int, high: int, *shape: int) -> Tensor:  # both ends included
             return torch.randint(low, high + 1, shape, generator=g, device=device)

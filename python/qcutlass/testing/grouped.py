@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.testing.bounds import UNIT_ROUNDOFF, evaluation_error, rounding_error
+from qcutlass.testing.fields import check_fields, generator
 from qcutlass.testing.problems import Case, Problem
 
 
@@ -98,6 +99,9 @@ class GroupedCase:
     gathered: bool = True
     scaled: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @property
     def m(self) -> int:
         """Rows of the output."""
@@ -105,7 +109,7 @@ class GroupedCase:
 
     def _problem(self, experts: list[Problem], seed: int, row_scale: Tensor) -> GroupedProblem:
         a = experts[0].a
-        g = torch.Generator(a.device).manual_seed(seed + 1)
+        g = generator(a.device, seed + 1)
         offsets = torch.tensor([0, *itertools.accumulate(self.counts)], device=a.device) + self.before
         rows = torch.randint(0, max(1, a.shape[0]), (self.m,), generator=g, device=a.device, dtype=torch.int32)
         return GroupedProblem(
@@ -125,7 +129,7 @@ class GroupedCase:
         """Data as `Case.random` draws it; scales of rows in [-1, 1)."""
         count = range(len(self.counts))
         experts = [self._of_experts().random(device=device, seed=seed + 1000 * e) for e in count]
-        g = torch.Generator(device).manual_seed(seed + 2)
+        g = generator(device, seed + 2)
         return self._problem(experts, seed, 2 * torch.rand(self.m, generator=g, device=device) - 1)
 
     def exact(self, *, device: torch.device | str = "cpu", seed: int = 0) -> tuple[GroupedProblem, Tensor]:

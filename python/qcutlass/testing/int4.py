@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.testing.bounds import ALIGNMENT, EXACT_LIMIT, GATES, UNIT_ROUNDOFF, Reference, finished_by, reference
+from qcutlass.testing.fields import check_fields, generator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -185,6 +186,9 @@ class Int4Case:
     activation: str | None = None
     residual: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def _problem(self, seed: int, **tensors: Any) -> Int4Problem:
         zeros = tensors.pop("zeros") if self.zeros == "int" else None
         residual = tensors.pop("residual", None)
@@ -212,7 +216,7 @@ class Int4Case:
 
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> Int4Problem:
         """Normal activations as quantisers make them, every code, scales within a factor of 4."""
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
         a = torch.randn(self.m, self.k, generator=g, device=device)
         largest = 127 if self.dtype == torch.int8 else 448
         if a.numel():
@@ -246,7 +250,7 @@ class Int4Case:
         """
         if self.activation not in (None, "relu"):
             raise ValueError(f"activation must be None or 'relu' (the others are not exact), got {self.activation!r}")
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
         unit = 0.25
         headroom = (EXACT_LIMIT * unit - 64) / (max(1, self.k) * _SPAN)
         largest = min(_MOST_EXACT[self.dtype], max(1, int(headroom)))

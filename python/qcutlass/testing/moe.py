@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qcutlass.testing.bounds import SLOPE, UNDERFLOW, UNIT_ROUNDOFF, activate, bound, dequantized_weight, reference
 from qcutlass.testing.decoder import Answer
+from qcutlass.testing.fields import check_fields, generator
 from qcutlass.testing.problems import Case, Zeros
 
 _ROUNDING: Final = UNIT_ROUNDOFF[torch.float32]
@@ -115,9 +116,12 @@ class MoeCase:
     weight_dtype: str | None = None
     scale_dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def random(self, *, device: torch.device | str = "cpu", seed: int = 0) -> MoeProblem:
         """Normal activations, weights as `Case.random` makes them, ids without repetition where experts suffice."""
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
         used = torch.tensor(self.used or range(self.experts), device=device)
         scores = torch.rand(self.tokens, len(used), generator=g, device=device)
         if len(used) >= self.slots:

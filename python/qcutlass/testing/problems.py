@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcutlass.testing.bounds import EXACT_LIMIT, GATES, Reference, dequantized_weight, numbers_of_codes, reference
+from qcutlass.testing.fields import check_fields, generator
 
 Zeros: TypeAlias = Literal["none", "int", "real", "minimum"]
 
@@ -135,6 +136,9 @@ class Case:
     super_groups: int = 0
     residual: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @property
     def _columns(self) -> int:
         return self.n // 2 if self.activation in GATES else self.n
@@ -205,7 +209,7 @@ class Case:
 
         With minimums some scales are negative, and some 0, as in K-quants.
         """
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
         n, k, groups, span = self.n, self.k, -(-self.k // self.group_size), 2**self.bits
 
         def uniform(*shape: int) -> Tensor:
@@ -253,7 +257,7 @@ class Case:
         """
         if self.activation not in (None, "relu"):
             raise ValueError(f"activation must be None or 'relu' (the others are not exact), got {self.activation!r}")
-        g = torch.Generator(device).manual_seed(seed)
+        g = generator(device, seed)
         n, k, groups, span = self.n, self.k, -(-self.k // self.group_size), 2**self.bits
         halves = self.zeros == "real" and self.bits == 4  # 8-bit codes less a half integer would not fit bf16
 

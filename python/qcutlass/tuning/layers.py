@@ -13,7 +13,7 @@ from qcutlass.layers import BlockwiseLinear, Fp8Linear, Int4Linear, Int8Linear, 
 from qcutlass.layers.expert_stack import ExpertStack
 from qcutlass.products import block_operators, int4
 from qcutlass.products.blockwise import BLOCKWISE
-from qcutlass.products.checks import check_integer, names_of
+from qcutlass.products.checks import check_integer, check_iterable, names_of
 from qcutlass.products.float8 import FLOAT8
 from qcutlass.products.grouped import GROUPED
 from qcutlass.products.int4 import INT4
@@ -170,6 +170,7 @@ def of_options(
 
 def layers_from(shapes: Iterable[tuple[int, int]], weights: Weights) -> list[Layer]:
     """Layers of one scheme, each once."""
+    check_iterable("model_or_shapes", shapes, "pairs (N, K), or a module")
     found = []
     for shape in shapes:
         if not isinstance(shape, tuple | list) or len(shape) != 2:
@@ -192,5 +193,5 @@ def check_types(dtype: object, scale_dtype: object, zero_dtype: object) -> None:
         ("scale_dtype", scale_dtype, floating),
         ("zero_dtype", zero_dtype, (*integers, *floating)),
     ):
-        if value is not None and value not in allowed:
+        if value is not None and not (isinstance(value, torch.dtype) and value in allowed):
             raise TypeError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {value!r}")

@@ -12,7 +12,7 @@ from torch import nn
 
 from qcutlass import _C
 from qcutlass.errors import UnsupportedError
-from qcutlass.products.checks import check_integer
+from qcutlass.products.checks import as_device, check_flag, check_integer, check_iterable
 from qcutlass.products.extension import device_traits
 from qcutlass.products.tuned_plans import BUCKETS, TunedPlan, bucket, product_key, store
 from qcutlass.schemes import Scheme
@@ -120,6 +120,7 @@ def tune(
         weights = of_options(bits, group_size, activations, scale_dtype or activations, zero_dtype)
         layers = layers_from(model_or_shapes, weights)
     sizes = buckets_of(ms)
+    check_flag("progress", progress)
     gpu = _gpu(device)
     traits = device_traits(gpu.index)
     for layer in layers:
@@ -183,6 +184,7 @@ def buckets_of(ms: Iterable[int]) -> list[int]:
     Raises:
         TypeError, ValueError: a number is no integer, less than 1 or beyond the largest bucket.
     """
+    check_iterable("ms", ms, "numbers of rows")
     found = set()
     for m in ms:
         check_integer("ms", m, minimum=1)
@@ -211,10 +213,10 @@ def _gpu(device: torch.device | str | int | None) -> torch.device:
 
     Raises:
         UnsupportedError: torch sees no GPU.
-        ValueError: `device` is no GPU.
+        TypeError, ValueError: `device` is no GPU.
         RuntimeError: a graph is being captured.
     """
-    chosen = torch.device("cuda" if device is None else device)
+    chosen = as_device("device", "cuda" if device is None else device)
     if chosen.type != "cuda":
         raise ValueError(f"device: plans are tuned on a GPU, got {chosen}")
     if not torch.cuda.is_available():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qcutlass.errors import CheckpointError, UnsupportedError
 from qcutlass.formats import Layer
+from qcutlass.formats.files import as_path
 from qcutlass.layers.replace import SKIPPED, check_skip
 from qcutlass.models.conversion import (
     SHARD_BYTES,
@@ -37,7 +38,16 @@ from qcutlass.models.quantizing.wiring import InputGroup, find_groups
 from qcutlass.models.quantizing.work import Work, check_destination, file_stats, work_folder
 from qcutlass.models.replacing import new_folder, remove_leftovers
 from qcutlass.models.sources import ModelSource
-from qcutlass.products.checks import check_integer, check_seed, check_tensor
+from qcutlass.products.checks import (
+    as_device_here,
+    check_callable,
+    check_flag,
+    check_integer,
+    check_seed,
+    check_tensor,
+    check_tokens,
+    check_values,
+)
 from qcutlass.version import __version__
 
 _VERSION = 5  # of the work folder
@@ -80,6 +90,7 @@ def calibration_windows(ids: Tensor, samples: int, seqlen: int, seed: int) -> Te
         int64 `[samples, seqlen]`.
 
     Raises:
+        TypeError: `ids` is no tensor of int64, or a number no integer.
         ValueError: the text has less than `seqlen` tokens; the seed is not of 64 bits.
 
     Example:
@@ -91,6 +102,7 @@ def calibration_windows(ids: Tensor, samples: int, seqlen: int, seed: int) -> Te
     check_integer("samples", samples, minimum=1)
     check_integer("seqlen", seqlen, minimum=1)
     check_seed("seed", seed)
+    check_tokens("ids", ids)
     if len(ids) < seqlen:
         raise ValueError(f"calibration: expected a text of at least {seqlen} tokens, got {len(ids)}; take a longer one")
     generator = torch.Generator().manual_seed(seed)
@@ -201,14 +213,17 @@ def quantize_model(
     check_skip(skip)
     check_head(lm_head)
     check_integer("shard_bytes", shard_bytes, minimum=1)
+    check_flag("restart", restart)
+    check_callable("progress", progress)
+    where = as_device_here("device", device)
     ids = _checked_calibration(calibration, chosen)
-    old, new = Path(source), Path(destination)
+    old, new = as_path("source", source), as_path("destination", destination)
     opened = with_head(
         open_model(old, new, format=format, config=config, overwrite=overwrite, restart=restart), lm_head
     )
     report = progress or (lambda name, count, total: None)
-    run_through = _Run(opened, chosen, ids, skip, torch.device(device), report)
-    description = _description(old, opened, chosen, ids, skip, lm_head, device)
+    run_through = _Run(opened, chosen, ids, skip, where, report)
+    description = _description(old, opened, chosen, ids, skip, lm_head, where)
     with memory_told(old), work_folder(new, description, overwrite=overwrite, restart=restart) as work:
         told = work.made(new)
         if told is not None:
@@ -231,6 +246,7 @@ def _checked_calibration(calibration: Tensor | None, method: Method) -> Tensor |
     if calibration is None:
         return None
     check_tensor("calibration", calibration, (torch.int64,))
+    check_values("calibration", calibration)
     if calibration.dim() != 2 or not calibration.numel():
         raise ValueError(f"calibration: expected [samples, tokens], got {list(calibration.shape)}")
     return calibration.cpu()
@@ -243,7 +259,7 @@ def _description(
     ids: Tensor | None,
     skip: Sequence[str],
     lm_head: int | None,
-    device: str | torch.device,
+    device: torch.device,
 ) -> dict[str, Any]:
     """The identity of a run, for its folder: all that its bytes depend on, but for the number of threads."""
     options = asdict(method)
@@ -260,7 +276,7 @@ def _description(
         "calibration": calibration,
         "skip": sorted(set(skip)),
         "lm_head": lm_head,
-        "device": torch.device(device).type,
+        "device": device.type,
         "versions": {
             "qcutlass": __version__,
             "torch": torch.__version__,
