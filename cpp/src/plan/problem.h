@@ -29,9 +29,24 @@ enum class ScaleMode : uint8_t {
 inline constexpr char const* kScaleModeNames[] = {"native", "fine",    "float",   "minimum", "none",
                                                   "block",  "block64", "block32", "group",   "group32"};
 
+/// Whether promoted sums are scaled by block scales, of tokens and of weights.
+constexpr bool is_blockwise(ScaleMode mode) {
+  return mode == ScaleMode::kBlock || mode == ScaleMode::kBlock64 || mode == ScaleMode::kBlock32;
+}
+/// Whether promoted sums are scaled by the scales of groups of columns of the weights.
+constexpr bool scales_groups_of_sums(ScaleMode mode) {
+  return mode == ScaleMode::kGroup || mode == ScaleMode::kGroup32;
+}
+/// Whether sums leave the tensor cores' accumulators before the epilogue, to be scaled and added in fp32.
+constexpr bool is_promoted(ScaleMode mode) { return is_blockwise(mode) || scales_groups_of_sums(mode); }
+/// The k after which sums leave the accumulators, for modes that are promoted.
+constexpr int promoted_k(ScaleMode mode) {
+  return mode == ScaleMode::kBlock || mode == ScaleMode::kGroup ? 128 : mode == ScaleMode::kBlock64 ? 64 : 32;
+}
+
 /// Whether weights, or sums, are scaled in fp32, so that scales and zeros may have any type.
 constexpr bool takes_any_type(ScaleMode mode) {
-  return mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum || mode >= ScaleMode::kGroup;
+  return mode == ScaleMode::kFloat || mode == ScaleMode::kMinimum || scales_groups_of_sums(mode);
 }
 
 /// Whether, in wgmma kernels, other warps than the consumers prepare scales and zeros for the conversions. They do so
@@ -42,15 +57,6 @@ constexpr bool makes_operands(Packing packing, ScaleMode mode) {
 
 /// Whether scales, and minimums, may have two levels.
 constexpr bool takes_super_blocks(ScaleMode mode) { return mode == ScaleMode::kMinimum; }
-
-/// Whether sums leave the tensor cores' accumulators before the epilogue, to be scaled and added in fp32.
-constexpr bool is_promoted(ScaleMode mode) { return mode >= ScaleMode::kBlock; }
-/// The k after which sums leave the accumulators, for modes that are promoted.
-constexpr int promoted_k(ScaleMode mode) {
-  return mode == ScaleMode::kBlock || mode == ScaleMode::kGroup ? 128 : mode == ScaleMode::kBlock64 ? 64 : 32;
-}
-/// Whether promoted sums are scaled by block scales, of tokens and of weights.
-constexpr bool is_blockwise(ScaleMode mode) { return is_promoted(mode) && mode < ScaleMode::kGroup; }
 
 /// The kinds of products that a tactic is built for, as a set.
 enum Products : uint16_t {
