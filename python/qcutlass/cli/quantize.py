@@ -144,7 +144,7 @@ def quantize(
             Decoder(source, where, is_calibrated=True)  # whether the model is one to calibrate
             report("tokenizing", 0, 0)
             tokens = source.tokenizer()(words)["input_ids"]
-            ids = calibration_windows(torch.tensor(tokens), samples, seqlen, seed)
+            ids = calibration_windows(torch.tensor(tokens, dtype=torch.int64), samples, seqlen, seed)
             say(f"calibration: {samples} windows of {seqlen} of {len(tokens)} tokens, seed {seed}")
         found = quantize_model(
             model,
