@@ -95,6 +95,9 @@ double warpgroups(Tactic const& t) { return t.warps / 4.0 - 1; }
 /// Outputs of a tile that a warpgroup has.
 double warpgroup_outputs(Tactic const& t) { return t.channels * t.tokens / warpgroups(t); }
 
+/// Whether no scale changes within a pair of steps.
+bool has_pairs(Operand const& weights) { return weights.granularity != Granularity::kGroup || weights.group % 32 == 0; }
+
 /// A slice of k, 128 bytes of a token's row, takes the tensor cores a clock for every 128 outputs of each of 4 steps,
 /// and each warpgroup's warps their issue slots. Both overlap the better the more they differ: measured times go with
 /// the root of the sum of their squares.
@@ -119,8 +122,7 @@ double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t,
     // Three warps make operands, each those of a row in turn, which it stores when a place of the ring is free. The
     // time that a stage waits for them was fitted when a warp made all of its rows.
     constexpr int kOperandWarps = 3, kItemChannels = 256;
-    bool const by_pairs = p.weights.granularity != Granularity::kGroup || p.weights.group % 32 == 0;
-    int const row_k = by_pairs && p.k % 32 == 0 ? 32 : 16;
+    int const row_k = has_pairs(p.weights) && p.k % 32 == 0 ? 32 : 16;
     double const filling = costs.operands * t.stage_k(kind.packing) / row_k * t.channels / kItemChannels;
     stage = std::max({stage, filling / kOperandWarps, (filling + stage) / stages_of(t, kind)});
   }
@@ -137,11 +139,12 @@ double wgmma_fixed(WgmmaCosts const& costs, Tactic const& t, Waves const& waves,
 
 /// The streaming loop scales the sums of groups of any size by powers of two every other step, and those of codes with
 /// minimums. By other scales of floating codes it does so every step, with branches by their type: 6 is set so that
-/// NVFP4 streams where that was measured to be fastest, with 1 row and not with 8 at 8192 x 8192.
+/// NVFP4 streams where that was measured to be fastest, with 1 row and not with 8 at 8192 x 8192; 4 so that e4m3 in
+/// groups of 128 does with 16 rows: 8192 x 8192 took 20.7 us, and 28672 x 4096, which did not stream, 70.8.
 double scalings_a_step(Problem const& p) {
-  bool const by_pairs = p.weights.group % 32 == 0;
-  if (p.kind.mode == ScaleMode::kMinimum) return by_pairs ? 0.5 : 1;
-  return p.weights.scale_type == DType::kFloat8E8M0 && by_pairs ? 0.5 : 6;
+  if (p.kind.mode == ScaleMode::kMinimum) return has_pairs(p.weights) ? 0.5 : 1;
+  if (p.weights.scale_type == DType::kFloat8E8M0 && has_pairs(p.weights)) return 0.5;
+  return p.kind.packing == Packing::kE4M3A16 ? 4 : 6;
 }
 
 /// Clocks of a warp's slice of k in the loops of mma.sync.
@@ -149,7 +152,12 @@ double slice_clocks(Problem const& p, Model const& model, Tactic const& t) {
   Kind const& kind = p.kind;
   MmaSyncCosts const& costs = model.mainloop(t);
   double const strips = t.warp_channels / 16.0, columns = t.warp_tokens / 8.0;
-  double const converting = 4 * convert_instructions(kind, rounds_weights(t, kind)) * model.costs.alu;
+  // Codes with minimums in groups of 16, in tiles whose sums are not scaled. With 3 the model comes to the 93.6 us that
+  // Q2_K took at 28672 x 4096 with 16 rows.
+  bool const short_groups = t.mainloop == Mainloop::kStream && kind.mode == ScaleMode::kMinimum &&
+                            rounds_weights(t, kind) && !has_pairs(p.weights);
+  double const converting =
+      4 * convert_instructions(kind, rounds_weights(t, kind)) * model.costs.alu * (short_groups ? 3 : 1);
   double const step = strips * (columns * model.mma + converting + costs.strip) + columns * costs.column;
   int const slice_k = t.slice_k(kind.packing);
   double const accumulators = strips * columns;
