@@ -40,7 +40,7 @@ class Page:
     Attributes:
         name: of its files, without .json and .md.
         arguments: of `python -m bench` or, beginning with a dot, of `python -m bench.MODULE`.
-        seconds: an estimate of what it takes on an H200.
+        seconds: some more than it took on an H200 whose peers had compiled most of their kernels.
         compiles: whether peers compile kernels for each number of rows, which other processes can have done before.
         promises: whether the command ends with 1 where a promise is broken, behind its files; else it has failed then.
     """
@@ -56,7 +56,7 @@ class Page:
         """The command without `python`.
 
         Example:
-            >>> Page("host", ".host", 20).words
+            >>> Page("host", ".host", 10).words
             ['-m', 'bench.host']
         """
         first, *rest = shlex.split(self.arguments)
@@ -79,71 +79,71 @@ PAGES: Final = (
     Page(
         "int4",
         f"gpu --peer cublas --peer humming --in-situ --m 1 --m 8 --m 16 --m 32 --m 64 --m 128 --m 256 --m 512 {_MANY}",
-        110,
+        80,
         compiles=True,
     ),
     Page(
         "int4_peers",
         "gpu --in-situ --shapes 8192x8192 --m 1 --m 2 --m 4 --m 8 --m 16 --m 32 --m 64 --m 128 --m 256 --m 512"
         " --m 1024 --m 2048 --m 4096 --m 8192",
-        120,
+        60,
         compiles=True,
     ),
-    Page("batch_invariant", f"gpu --batch-invariant --peer cublas {_FEW} --m 64 --m 128 --m 256 {_MANY}", 60),
+    Page("batch_invariant", f"gpu --batch-invariant --peer cublas {_FEW} --m 64 --m 128 --m 256 {_MANY}", 20),
     Page(
         "w8a16_groups",
         "gpu --no-peers --in-situ --scheme w8a16_g32 --scheme w8a16_g128 --m 33 --m 40 --m 48 --m 64",
-        30,
+        15,
     ),
     Page(
         "fp4",
         "gpu --peer cublas --peer humming --scheme mxfp4 --scheme w4a16_g32 --scheme nvfp4"
         f" {_FEW} --m 64 --m 256 {_MANY}",
-        170,
+        220,
         compiles=True,
     ),
     Page(
         "formats",
         "gpu --peer cublas --scheme w4a16_g32_real --scheme q4_k --scheme w4a16_g32 --scheme q6_k"
         f" --scheme w4a16_g32_min {_FEW} --m 64 --m 256 {_MANY}",
-        150,
+        60,
     ),
     Page(
         "formats_others",
         "gpu --peer cublas --scheme q2_k --scheme q3_k --scheme q5_k --scheme iq4_nl --scheme iq4_xs --scheme e4m3"
         f" --scheme e4m3_g128 --shapes 28672x4096 --shapes 8192x8192 --m 1 --m 16 --m 64 --m 256 {_MANY}",
-        110,
+        40,
     ),
     Page(
         "fp8_blocks",
         "gpu --peer scaled_mm --peer triton_blockwise --scheme w8a8 --scheme fp8 --scheme blockwise_fp8"
         f" --scheme w4a8_g128 {_FEW} --m 64 --m 256 {_MANY}",
-        120,
+        50,
     ),
     Page(
         "fp8_beside",
         "gpu --peer scaled_mm --peer scaled_mm_promoted --scheme fp8 --scheme w4a8_g128 --scheme w4a16_g128"
         f" --m 64 --m 128 --m 256 --m 512 --m 2048 {_MANY}",
-        90,
+        30,
     ),
     Page(
         "w4a8",
         f"gpu --peer cublas --peer humming --scheme w4a8_g128 --m 16 --m 64 --m 256 --m 512 {_MANY}",
-        60,
+        50,
         compiles=True,
     ),
     Page(
         "eight_bits",
         "gpu --scheme w8a8 --scheme fp8 --scheme blockwise --peer cublas --peer humming --peer scaled_mm --peer int_mm"
         f" --m 1 --m 16 --m 64 --m 256 {_MANY}",
-        120,
+        80,
         compiles=True,
     ),
-    Page("quantizers", "quantize", 90, promises=True),
+    Page("quantizers", "quantize", 70, promises=True),
     Page(
         "moe",
         "moe --skew uniform --skew zipf --m 1 --m 4 --m 16 --m 64 --m 256 --m 1024 --m 2048 --m 4096 --m 16384",
-        130,
+        170,
         compiles=True,
     ),
     Page(
@@ -152,14 +152,14 @@ PAGES: Final = (
         " --m 1 --m 16 --m 256 --m 4096",
         20,
     ),
-    Page("step", "step --batch 1 --batch 8 --batch 32 --batch 64 --lm-head 4", 200),
-    Page("step_context", "step --batch 1 --batch 8 --context 8192", 90),
-    Page("step_prompt", "step --batch 1 --prompt 2048", 60),
-    Page("step_smollm2", "step --model smollm2-135m --scheme w4a16_g64 --batch 1 --batch 32", 60),
-    Page("step_qwen3", "step --model qwen3-30b-a3b --blocks 8 --batch 1 --batch 8", 90),
-    Page("step_qwen3_whole", "step --model qwen3-30b-a3b --batch 1", 240),
-    Page("host", ".host", 20),
-    Page("first_call", "first-call", 20),
+    Page("step", "step --batch 1 --batch 8 --batch 32 --batch 64 --lm-head 4", 470),
+    Page("step_context", "step --batch 1 --batch 8 --context 8192", 190),
+    Page("step_prompt", "step --batch 1 --prompt 2048", 100),
+    Page("step_smollm2", "step --model smollm2-135m --scheme w4a16_g64 --batch 1 --batch 32", 150),
+    Page("step_qwen3", "step --model qwen3-30b-a3b --blocks 8 --batch 1 --batch 8", 70),
+    Page("step_qwen3_whole", "step --model qwen3-30b-a3b --batch 1", 250),
+    Page("host", ".host", 10),
+    Page("first_call", "first-call", 15),
 )
 
 Launch: TypeAlias = Callable[[Sequence[str], dict[str, str], Path], int]
