@@ -109,14 +109,17 @@ def test_heads_of_all_shapes(
     assert counter.count == 41 * len(model.model.layers)
 
     def continued(threads: int) -> Tensor:
-        """Behind a prompt that one thread has read, as torch's products depend on their number; so long that threads
-        share the heads of a token."""
+        """What the head reads, behind a prompt that one thread has read: torch's products, the head's too, depend on
+        their number on some processors. The prompt is so long that threads share the heads of a token."""
         tokens = torch.arange(4 * 710).view(4, 710) % 60
         cache = growing_cache(model.config)
         with torch.inference_mode(), threads_of_the_cpu(1):
             together(tokens[:, :700], **{CACHE: cache})
             torch.set_num_threads(threads)
-            return torch.stack([together(token, **{CACHE: cache}).logits for token in tokens[:, 700:].split(1, 1)])
+            counted, steps = counter.count, tokens[:, 700:].split(1, 1)
+            read = [together.model(token, **{CACHE: cache}).last_hidden_state for token in steps]
+            assert counter.count == counted + len(steps) * len(model.model.layers)
+            return torch.stack(read)
 
     expected = continued(1)
     assert all(torch.equal(continued(threads), expected) for threads in (2, 3))
