@@ -123,12 +123,19 @@ STREAM = (
         "the last step of k of each stage is dropped",
         "stream",
         f"{THREADBLOCK}/mma_packed_stream.h",
-        "    for (int s = 0; s < kSteps; ++s) {\n"
-        "      if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);",
-        "    for (int s = 0; s < kSteps - 1; ++s) {\n"
-        "      if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);",
+        "multiply(kSteps / 2, kSteps);",
+        "multiply(kSteps / 2, kSteps - 1);",
         FINE,
         FINE_STREAM,
+    ),
+    Mutant(
+        "groups that end within a stage taken for whole ones",
+        "stream",
+        f"{THREADBLOCK}/mma_packed_stream.h",
+        "else if (kNativeSums && whole_groups_)",
+        "else if (kNativeSums)",
+        FINE,
+        (tactic("gemm-bfloat16 w4 groups of 64 and more", "stream_n64m16k512w4_s3"),),
     ),
     Mutant(
         "scales of rows g and g + 8 swapped",

@@ -94,6 +94,8 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     accumulators.clear();
     if constexpr (kMayBeOdd)
       accumulate_scaled_groups(accumulators);
+    else if (kNativeSums && whole_groups_)
+      for_each_stage([&](uint8_t const* place) { accumulate<kNativeSums>(accumulators, place, ring_.k()); });
     else
       for_each_stage([&](uint8_t const* place) { accumulate(accumulators, place, ring_.k()); });
     ring_.drain();
@@ -151,7 +153,9 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     }
   }
 
-  /// The products of the stage at k, strip by strip.
+  /// The products of the stage at k, strip by strip. kWholeGroups: no group ends within a stage, which groups of 128
+  /// make usual. That loop is a fifth shorter than one that asks.
+  template <bool kWholeGroups = false>
   CUTLASS_DEVICE void accumulate(FragmentC& accumulators, uint8_t const* place, int k) {
     Tokens b;
     fragments_.load_tokens(b, place);
@@ -164,7 +168,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
       else
         accumulate_groups<1, false>(sums, place, b);
     } else {
-      unsigned const starts = group_starts(k);
+      unsigned const starts = kWholeGroups ? 0 : group_starts(k);
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < kStrips; m += kTogether) {
         constexpr int kRest = (kStrips - 1) % kTogether + 1;
@@ -172,8 +176,8 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
           m + kTogether <= kStrips ? accumulate_blocks<kTogether>(sums + m, place, m, b)
                                    : accumulate_blocks<kRest>(sums + m, place, m, b);
         } else {
-          m + kTogether <= kStrips ? accumulate_strips<kTogether>(sums + m, place, m, b, starts)
-                                   : accumulate_strips<kRest>(sums + m, place, m, b, starts);
+          m + kTogether <= kStrips ? accumulate_strips<kTogether, kWholeGroups>(sums + m, place, m, b, starts)
+                                   : accumulate_strips<kRest, kWholeGroups>(sums + m, place, m, b, starts);
         }
       }
     }
@@ -210,7 +214,7 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   }
 
   /// `kCount` strips of any other product.
-  template <int kCount>
+  template <int kCount, bool kWholeGroups>
   CUTLASS_DEVICE void accumulate_strips(Sums* sums, uint8_t const* place, int m, Tokens const& b,
                                         unsigned starts) const {
     Codes codes[kCount];
@@ -220,36 +224,42 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     }
     Operands op[kCount];
     Sums group[kCount][kColumns];
+    Sums zero;
+    zero.clear();
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < kCount; ++i)
       if constexpr (kNativeSums) op[i] = offsets_[m + i];
-      clear(group[i]);
-    }
     if constexpr (!kNativeSums) load_operands(op, place, 0, m);
-    CUTLASS_PRAGMA_UNROLL
-    for (int s = 0; s < kSteps; ++s) {
-      if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);
-      if (s > 0 && s % kRowSteps == 0 && (starts >> s & 1)) {
+    auto const multiply = [&](int first, int last) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int s = first; s < last; ++s) {
+        if constexpr (!LayoutA::kConverts) fragments_.load_codes(codes, place, m, s);
+        if (s > 0 && s % kRowSteps == 0 && (starts >> s & 1)) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kCount; ++i) {
+            if constexpr (kNativeSums) {
+              promote(sums + i, group[i], place, s / kRowSteps - 1, m + i);
+              clear(group[i]);
+            }
+          }
+          if (!kNativeSums || args_.zeros.data != nullptr) load_operands(op, place, s / kRowSteps, m);
+        }
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kCount; ++i) {
-          if constexpr (kNativeSums) {
-            promote(sums + i, group[i], place, s / kRowSteps - 1, m + i);
-            clear(group[i]);
+          uint32_t a[4];
+          dequantize(a, codes[i] + s * LayoutA::kWords, op[i]);
+          CUTLASS_PRAGMA_UNROLL
+          for (int n = 0; n < kColumns; ++n) {
+            Sums& sum = kNativeSums ? group[i][n] : sums[i + n * kStrips];
+            mma(sum, a, b[n][s], kNativeSums && s == 0 ? zero : sum);
           }
         }
-        if (!kNativeSums || args_.zeros.data != nullptr) load_operands(op, place, s / kRowSteps, m);
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        uint32_t a[4];
-        dequantize(a, codes[i] + s * LayoutA::kWords, op[i]);
-        CUTLASS_PRAGMA_UNROLL
-        for (int n = 0; n < kColumns; ++n) {
-          Sums& sum = kNativeSums ? group[i][n] : sums[i + n * kStrips];
-          mma(sum, a, b[n][s], sum);
-        }
-      }
-    }
+    };
+    multiply(0, kSteps / 2);
+    // Always true, and a branch, over which ptxas moves no loads: it would request codes of more strips at once than
+    // warps of many strips have registers for.
+    if (!kWholeGroups || kStrips <= 4 || tokens_ > 0) multiply(kSteps / 2, kSteps);
     if constexpr (kNativeSums) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kCount; ++i) promote(sums + i, group[i], place, kRows - 1, m + i);
