@@ -146,19 +146,6 @@ TEST(Wgmma, RingsHoldWholePairsOfBatches) {
   EXPECT_GT(rings, 50);
 }
 
-/// An H200 took tiles of 128 tokens for the first, 1.7 times as long as its time at 8192 x 8192 lets expect, and
-/// streamed 32 channels by 16 rows for the second, 1.4 times as long as it took for 64 rows.
-TEST(Wgmma, SixteenRowsOfOtherFormatsStreamWhereThatIsFaster) {
-  GemmArguments floats = weight_only_problem(16, 28672, 4096, 128, DType::kFloat16, Packing::kE4M3A16);
-  floats.weights.scale_type = DType::kFloat32;
-  EXPECT_NE(select(floats, kH200Wgmma).tactic.find("_stream_n64m16"), std::string::npos);
-  GemmArguments two_levels = weight_only_problem(16, 28672, 4096, 16);  // those of Q2_K
-  two_levels.weights.scale_type = two_levels.weights.minimum_type = DType::kUInt8;
-  two_levels.weights.minimum_stride = 28672;
-  two_levels.weights.super_groups = 16;
-  EXPECT_EQ(select(two_levels, kH200Wgmma).tactic.find("_stream_n32m16"), std::string::npos);
-}
-
 /// Times on an H200, microseconds: fp16, 4-bit codes in groups of 128. A row is of one run.
 TEST(Wgmma, ChoicesAreAmongTheBestMeasured) {
   struct Time {

@@ -79,8 +79,9 @@ double convert_instructions(Kind const& kind, bool scales) {
     return codes + 2 * (1 + scaling) + 1;
   }
   // Floating codes by scales in fp32, integers being above: two become fp16 (2 to 4), each fp32 (2) and scaled (2), and
-  // one instruction rounds both; one number for either type stands for that and for what no other warp hides.
-  if (kind.mode == ScaleMode::kFloat && scales) return 10;
+  // one instruction rounds both; they are hidden in part. With 6 the model comes within 8 % of e4m3 in groups of 128 by
+  // wgmma, with 64 to 1024 rows of 28672 x 4096 and 8192 x 8192.
+  if (kind.mode == ScaleMode::kFloat && scales) return 6;
   double const multiply = scales ? 1 : 0;
   if (kind.packing == Packing::kE2M1A16)  // small numbers, which scales make whole, and sums of fp16
     return kind.activations == DType::kFloat16 ? multiply + 2.75 : 4.25;
@@ -114,16 +115,18 @@ double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t,
   double slice = costs.slice + conversions * costs.convert;
   // The longer MMAs are, the better they hide conversions: by the square root of tokens, the form that the constants
   // were fitted with. Conversions in fp32 take their full time.
-  if (t.mainloop == Mainloop::kWgmmaRs && !makes_operands(kind.packing, kind.mode))
+  if (t.mainloop == Mainloop::kWgmmaRs && !makes_operands(kind.packing, kind.mode) && kind.mode != ScaleMode::kFloat)
     slice *= std::sqrt(64.0 / std::max(64, t.tokens));
   double const issued = warpgroups(t) * (slice + promotions);
   double stage = t.slices * std::hypot(mmas, issued);
   if (makes_operands(kind.packing, kind.mode)) {
     // Three warps make operands, each those of a row in turn, which it stores when a place of the ring is free. The
-    // time that a stage waits for them was fitted when a warp made all of its rows.
-    constexpr int kOperandWarps = 3, kItemChannels = 256;
+    // time that a stage waits for them was fitted when a warp made all of its rows. A row of 128 channels takes two
+    // thirds of one of 256: of Q2_K with 64 rows tiles of 128 took 1.34 times as long as those of 256.
+    constexpr int kOperandWarps = 3;
     int const row_k = has_pairs(p.weights) && p.k % 32 == 0 ? 32 : 16;
-    double const filling = costs.operands * t.stage_k(kind.packing) / row_k * t.channels / kItemChannels;
+    double const row = costs.operands * (t.channels + 128) / (256 + 128);
+    double const filling = row * t.stage_k(kind.packing) / row_k;
     stage = std::max({stage, filling / kOperandWarps, (filling + stage) / stages_of(t, kind)});
   }
   return waves.busiest * waves.stages * stage / (costs.clock * 1e3);
@@ -138,13 +141,15 @@ double wgmma_fixed(WgmmaCosts const& costs, Tactic const& t, Waves const& waves,
 }
 
 /// The streaming loop scales the sums of groups of any size by powers of two every other step, and those of codes with
-/// minimums. By other scales of floating codes it does so every step, with branches by their type: 6 is set so that
-/// NVFP4 streams where that was measured to be fastest, with 1 row and not with 8 at 8192 x 8192; 4 so that e4m3 in
-/// groups of 128 does with 16 rows: 8192 x 8192 took 20.7 us, and 28672 x 4096, which did not stream, 70.8.
+/// minimums in groups of 32. By other scales of floating codes it does so every step, with branches by their type: 6 is
+/// set so that NVFP4 streams where that was measured to be fastest, with 1 row and not with 8 at 8192 x 8192. In groups
+/// of 16, of which each step is one, minimums take more than as long again: Q2_K, which has them, took 79.2 us where
+/// Q3_K took 60.7, with 16 rows of 28672 x 4096.
 double scalings_a_step(Problem const& p) {
-  if (p.kind.mode == ScaleMode::kMinimum) return has_pairs(p.weights) ? 0.5 : 1;
+  if (p.kind.mode == ScaleMode::kMinimum && has_pairs(p.weights)) return 0.5;
+  if (p.kind.mode == ScaleMode::kMinimum) return p.weights.zero_type == DType::kNone ? 1 : 2.75;
   if (p.weights.scale_type == DType::kFloat8E8M0 && has_pairs(p.weights)) return 0.5;
-  return p.kind.packing == Packing::kE4M3A16 ? 4 : 6;
+  return p.kind.packing == Packing::kE4M3A16 ? 1 : 6;
 }
 
 /// Clocks of a warp's slice of k in the loops of mma.sync.
@@ -186,9 +191,10 @@ double load(Problem const& p, Model const& model, Tactic const& t, Waves const& 
       static_cast<double>(p.m) * static_cast<double>(p.k * activation_size + p.n * size_of(p.output.type));
   double const in_flight = std::min(waves.resident, waves.busiest) * (stages_of(t, p.kind) - 1) * stage;
   double latency = is_wgmma(t.mainloop) ? model.costs.wgmma.latency : model.mainloop(t).latency;
-  // A place of the ring is refilled when its warps are done with it, for which rings of two stages have to wait. Only
-  // native groups need this term: the fitted constants of other modes contain it.
-  if (t.mainloop == Mainloop::kStream && t.stages == 2 && p.kind.mode == ScaleMode::kNative)
+  // A place of the ring is refilled when its warps are done with it, for which rings of two stages have to wait where
+  // warps share one. Only native groups need this term: the fitted constants of other modes contain it.
+  if (t.mainloop == Mainloop::kStream && t.stages == 2 && t.channels > t.warp_channels &&
+      p.kind.mode == ScaleMode::kNative)
     latency += slice_clocks(p, model, t) / (model.clock * 1e3);
   double const from_l2 = stage - weight_bytes * (1 - 1.0 / waves.sharers);
   double const again = std::max(0.0, waves.blocks * waves.stages * from_l2 - distinct);

@@ -25,7 +25,7 @@ struct WgmmaCosts {
   double exposed = 0.155;  ///< share of the shorter of loads and arithmetic that the longer does not hide
   double slice = 0;        ///< issue clocks of a warp's 128 bytes of k, beside conversions
   double convert = 0;      ///< clocks of an instruction that converts weights
-  double operands = 1300;  ///< clocks in which a warp makes the operands of a row of scales of 256 channels
+  double operands = 1200;  ///< clocks in which a warp makes the operands of a row of scales of 256 channels
   double promotion = 0;    ///< clocks in which a thread adds a sum of the MMAs to an fp32 sum
   double scaling = 0;      ///< additional clocks if it scales that sum
   double latency = 0;      ///< microseconds from a request to its bytes in shared memory
