@@ -377,7 +377,7 @@ def test_the_loss_is_that_of_the_candidate_that_selection_would_choose(
     assert choice.excess == 10 / 8 - 1
     assert (choice.chosen, choice.best) == (rows[0]["tactic"], rows[2]["tactic"])
     # A split that would make more blocks than the GPU holds is timed if forced, but is no candidate.
-    forced = row("14336x4096", 512, "w4a16_f16_native_sm80_stream_n64m16k1024w8_s3 split 4", 1.0)
+    forced = row("14336x4096", 512, "w4a16_f16_native_sm80_stream_n64m16k1024w8_s2 split 4", 1.0)
     assert not read(tmp_path, [forced]).rows[0].considered
 
 
