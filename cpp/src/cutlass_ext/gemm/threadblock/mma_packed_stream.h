@@ -157,10 +157,11 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// make usual. That loop is a fifth shorter than one that asks.
   template <bool kWholeGroups = false>
   CUTLASS_DEVICE void accumulate(FragmentC& accumulators, uint8_t const* place, int k) {
-    Tokens b;
-    fragments_.load_tokens(b, place);
+    // Zeros first: behind their branch, the compiler moves the loads of tokens among the products.
     if constexpr (kNativeSums)
       if (args_.zeros.data != nullptr) load_operands(offsets_, place, 0, 0);
+    Tokens b;
+    fragments_.load_tokens(b, place);
     Sums* const sums = reinterpret_cast<Sums*>(&accumulators);
     if constexpr (kGroupSums) {
       if (pairs_of_steps_ && group_sums_.has_powers())
