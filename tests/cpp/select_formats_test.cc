@@ -53,7 +53,7 @@ void expect_among_the_best(Problem const& problem, std::vector<Row> const& rows,
   }
 }
 
-// Times on an H200, microseconds, each table of one run.
+// Times on an H200, microseconds, each row of one run.
 
 TEST(Formats, FewRowsOfInt4StreamAsMeasured) {
   expect_among_the_best(
@@ -63,10 +63,10 @@ TEST(Formats, FewRowsOfInt4StreamAsMeasured) {
        {4096, 14336, 1, {{"n32m8k2048w16", 1, 9.1}, {"n32m8k1024w8", 1, 9.5}, {"n64m8k1024w8", 2, 10.3}}},
        {8192, 8192, 8, {{"n64m8k1024w8", 1, 11.1}, {"n64m8k512w4", 2, 12.0}, {"n32m8k1024w8", 1, 12.7}}},
        {4096, 4096, 16, {{"n32m16k1024w8", 1, 5.7}, {"n64m16k1024w8", 2, 6.1}, {"n48m16k1024w8", 1, 6.2}}},
-       {28672, 4096, 16, {{"n224m16k512w8", 1, 20.2}, {"n64m16k512w4", 1, 24.2}, {"n80m16k1024w8", 1, 26.7}}},
+       {28672, 4096, 16, {{"n224m16k512w8", 1, 20.2}, {"n64m16k512w4", 1, 24.8}, {"n80m16k1024w8", 1, 26.7}}},
        {4096, 14336, 16, {{"n64m16k1024w8", 2, 12.0}, {"n32m16k1024w8", 1, 12.8}, {"n64m16k512w4", 2, 13.3}}},
        {8192, 8192, 16, {{"n64m16k1024w8", 1, 12.4}, {"n64m16k512w4", 2, 14.2}, {"n80m16k1024w8", 1, 15.8}}},
-       {4096, 4096, 32, {{"n64m16k1024w8", 1, 7.3}, {"n64m32k512w8", 2, 8.5}, {"n256m32k128", 8, 8.9}}}});
+       {4096, 4096, 32, {{"n64m16k1024w8", 1, 7.3}, {"n64m16k512w4", 1, 7.6}, {"n64m32k512w8", 2, 8.5}}}});
 }
 
 TEST(Formats, ChoicesOfFp8WeightsAreAsMeasured) {
