@@ -79,8 +79,8 @@ double convert_instructions(Kind const& kind, bool scales) {
     return codes + 2 * (1 + scaling) + 1;
   }
   // Floating codes by scales in fp32, integers being above: two become fp16 (2 to 4), each fp32 (2) and scaled (2), and
-  // one instruction rounds both; they are hidden in part. With 6 the model comes within 8 % of e4m3 in groups of 128 by
-  // wgmma, with 64 to 1024 rows of 28672 x 4096 and 8192 x 8192.
+  // one instruction rounds both; 6 is what MMAs do not hide, however long they are. With it the model comes within 8 %
+  // of the chosen tiles of e4m3 in groups of 128, with 64 to 1024 rows of 28672 x 4096 and 8192 x 8192.
   if (kind.mode == ScaleMode::kFloat && scales) return 6;
   double const multiply = scales ? 1 : 0;
   if (kind.packing == Packing::kE2M1A16)  // small numbers, which scales make whole, and sums of fp16
@@ -114,7 +114,7 @@ double wgmma_compute(Problem const& p, WgmmaCosts const& costs, Tactic const& t,
       warpgroup_outputs(t) / 128 * promotion * (kind.is_promoted() ? kStreamK / promoted_k(kind.mode) : 1);
   double slice = costs.slice + conversions * costs.convert;
   // The longer MMAs are, the better they hide conversions: by the square root of tokens, the form that the constants
-  // were fitted with. Conversions in fp32 take their full time.
+  // were fitted with. Of conversions in fp32 they hide no more.
   if (t.mainloop == Mainloop::kWgmmaRs && !makes_operands(kind.packing, kind.mode) && kind.mode != ScaleMode::kFloat)
     slice *= std::sqrt(64.0 / std::max(64, t.tokens));
   double const issued = warpgroups(t) * (slice + promotions);
@@ -142,9 +142,10 @@ double wgmma_fixed(WgmmaCosts const& costs, Tactic const& t, Waves const& waves,
 
 /// The streaming loop scales the sums of groups of any size by powers of two every other step, and those of codes with
 /// minimums in groups of 32. By other scales of floating codes it does so every step, with branches by their type: 6 is
-/// set so that NVFP4 streams where that was measured to be fastest, with 1 row and not with 8 at 8192 x 8192. In groups
-/// of 16, of which each step is one, minimums take more than as long again: Q2_K, which has them, took 79.2 us where
-/// Q3_K took 60.7, with 16 rows of 28672 x 4096.
+/// set so that NVFP4 streams where that was measured to be fastest, with 1 row and not with 8 at 8192 x 8192; with 1
+/// for e4m3 codes every choice of 1 to 64 rows in groups of 128 at two shapes is the fastest that was measured. In
+/// groups of 16, of which each step is one, minimums take more than as long again: Q2_K, which has them, took 79.2 us
+/// where Q3_K took 60.7, with 16 rows of 28672 x 4096.
 double scalings_a_step(Problem const& p) {
   if (p.kind.mode == ScaleMode::kMinimum && has_pairs(p.weights)) return 0.5;
   if (p.kind.mode == ScaleMode::kMinimum) return p.weights.zero_type == DType::kNone ? 1 : 2.75;

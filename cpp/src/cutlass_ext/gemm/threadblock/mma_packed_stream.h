@@ -94,8 +94,8 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
     accumulators.clear();
     if constexpr (kMayBeOdd)
       accumulate_scaled_groups(accumulators);
-    else if (kNativeSums && whole_groups_)
-      for_each_stage([&](uint8_t const* place) { accumulate<kNativeSums>(accumulators, place, ring_.k()); });
+    else if (kHasWholeGroups && whole_groups_)
+      for_each_stage([&](uint8_t const* place) { accumulate<kHasWholeGroups>(accumulators, place, ring_.k()); });
     else
       for_each_stage([&](uint8_t const* place) { accumulate(accumulators, place, ring_.k()); });
     ring_.drain();
@@ -119,6 +119,8 @@ class MmaPackedStream : public PackedMmaBase<Shape, WarpShape, Stages, Element, 
   /// Scale the sums instead of the weights: native ones, with zeros that are taken off codes, or those of GroupSums.
   static constexpr bool kNativeSums = kMode == qcutlass::ScaleMode::kNative;
   static constexpr bool kGroupSums = qcutlass::streams_scaled_groups(kPacking, kMode);
+  /// Whether groups that end with stages have a loop of their own. Floating codes have not tried it.
+  static constexpr bool kHasWholeGroups = kNativeSums && !qcutlass::has_float_codes(kPacking);
   struct NoGroupSums {
     CUTLASS_DEVICE NoGroupSums(int, qcutlass::DType) {}
     template <class Sums>
