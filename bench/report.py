@@ -7,13 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 Row: TypeAlias = dict[str, Any]
+
+_NAMED: Final = 8  # elements of a list that are told among facts, which are read at a glance; JSON has all
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} ({_text(inner)})" for key, inner in value.items())
     if isinstance(value, list):
-        return "; ".join(map(_text, value))
+        rest = [f"and {len(value) - _NAMED} more"] if len(value) > _NAMED else []
+        return "; ".join([*map(_text, value[:_NAMED]), *rest])
     return str(value)
 
 

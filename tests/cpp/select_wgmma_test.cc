@@ -148,16 +148,7 @@ TEST(Wgmma, RingsHoldWholePairsOfBatches) {
 
 /// Times on an H200, microseconds: fp16, 4-bit codes in groups of 128. A row is of one run.
 TEST(Wgmma, ChoicesAreAmongTheBestMeasured) {
-  struct Time {
-    char const* tile;
-    int split_k;
-    double us;
-  };
-  struct Row {
-    int64_t n, k, m;
-    std::vector<Time> times;
-  };
-  std::vector<Row> const rows = {
+  std::vector<Measured> const rows = {
       {4096, 4096, 64, {{"n128m64k128", 4, 9.35}, {"n128m96k128", 4, 9.58}, {"n128m64k128", 3, 9.86}}},
       {4096, 4096, 96, {{"n128m96k128", 4, 10.3}, {"n128m128k128", 4, 11.1}, {"n128m96k128", 3, 11.5}}},
       {4096, 4096, 192, {{"n128m96k128", 2, 14.1}, {"n128m192k64", 4, 15.9}, {"n128m128k128", 2, 16.2}}},
@@ -197,17 +188,7 @@ TEST(Wgmma, ChoicesAreAmongTheBestMeasured) {
       {8192, 8192, 448, {{"n128m224k64", 1, 76}, {"n128m256k64", 1, 85.8}, {"n128m160k128", 2, 87}}},
       {8192, 8192, 1024, {{"n128m256k64", 1, 173}, {"n256m128k64", 1, 179}, {"n128m128k128", 1, 184}}},
   };
-  for (Row const& row : rows) {
-    Plan const plan = select(weight_only_problem(row.m, row.n, row.k), kH200Wgmma);
-    double best = row.times[0].us, chosen = 0;
-    for (Time const& time : row.times) {
-      best = std::min(best, time.us);
-      std::string const name = "w4a16_f16_native_sm90a_" + std::string(time.tile) + "_";
-      if (plan.tactic.rfind(name, 0) == 0 && plan.split_k == time.split_k) chosen = time.us;
-    }
-    EXPECT_GT(chosen, 0) << plan.tactic << " split " << plan.split_k << " for " << row.m << " tokens";
-    EXPECT_LE(chosen, 1.05 * best) << plan.tactic << " split " << plan.split_k << " for " << row.m << " tokens";
-  }
+  expect_choices_among_the_best([](int64_t m, int64_t n, int64_t k) { return weight_only_problem(m, n, k); }, rows);
 }
 
 }  // namespace

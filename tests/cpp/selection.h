@@ -88,6 +88,39 @@ inline std::vector<Candidate> candidates_by(GemmArguments const& a, DeviceTraits
   }
 }
 
+/// The time of a configuration: its tile, the blocks that share K, microseconds.
+struct Time {
+  char const* tile;
+  int split_k;
+  double us;
+};
+
+/// What one run measured of a product of m tokens and n x k weights, the fastest first.
+struct Measured {
+  int64_t n, k, m;
+  std::vector<Time> times;
+};
+
+/// Expects that the chosen configuration is among the timed ones, and takes at most `most` times as long as the best.
+inline void expect_among_the_best(GemmArguments const& product, std::vector<Time> const& times, double most = 1.05) {
+  Plan const plan = select(product, kH200Wgmma);
+  double us = 0;
+  for (Time const& time : times)
+    if (plan.split_k == time.split_k && plan.tactic.find("_" + std::string(time.tile) + "_") != std::string::npos)
+      us = time.us;
+  std::string const what = plan.tactic + " split " + std::to_string(plan.split_k) + " for " +
+                           std::to_string(product.m) + " rows by " + std::to_string(product.weights.n) + " x " +
+                           std::to_string(product.weights.k);
+  EXPECT_GT(us, 0) << what;
+  EXPECT_LE(us, most * times[0].us) << what;
+}
+
+/// The same of several products: `problem(m, n, k)` makes them.
+template <class Problem>
+void expect_choices_among_the_best(Problem const& problem, std::vector<Measured> const& rows, double most = 1.05) {
+  for (Measured const& row : rows) expect_among_the_best(problem(row.m, row.n, row.k), row.times, most);
+}
+
 inline TacticTraits traits_of(GemmArguments const& a, std::string const& name) {
   for (TacticTraits const& t : tactics(a))
     if (t.name == name) return t;

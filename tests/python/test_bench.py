@@ -137,6 +137,12 @@ def test_markdown_says_what_was_skipped_and_shows_every_row(whole_run: Path) -> 
     assert sum(line.startswith("| w4a16_g128 |") for line in text.splitlines()) == 2 * len(MS)
 
 
+def test_markdown_tells_a_few_of_many_reasons(tmp_path: Path) -> None:
+    reasons = [f"{n}x512: too small" for n in range(30)]
+    path = write(tmp_path / "a.json", [row("8192x8192", 1, "stream", 1.0)], skipped={"gemlite": reasons})
+    assert f"skipped: gemlite ({'; '.join(reasons[:8])}; and 22 more)" in gpu_report.merge([path]).markdown()
+
+
 def test_report_command_writes_and_draws(whole_run: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures"
     out = tmp_path / "new" / "folder" / "merged.json"
