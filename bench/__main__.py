@@ -184,14 +184,14 @@ def sweep_command(
         mine, done = parsed(lambda: (sweep.read(json_path[0], name), sweep.read_all(json_path, name)))
         begin = time.monotonic()
         if compilers > 0:
-            sweep.compile_kernels(peer, kinds, sweep.unfinished(kinds, layers, m, done["rows"]), m, compilers)
+            left = sweep.unfinished(kinds, layers, m, done["rows"])
+            sweep.compile_kernels(peer, kinds, left, m, compilers, seconds / 2)  # the other half is for times
         bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics, rounds=rounds))
 
         def save(fresh: list[Row]) -> None:
             sweep.continued(mine, bench.report(fresh)).write(json_path[0], None)
 
-        left = max(0.0, seconds - (time.monotonic() - begin))
-        cells = sweep.run(bench, kinds, layers, m, done["rows"], left)
+        cells = sweep.run(bench, kinds, layers, m, done["rows"], max(0.0, seconds - (time.monotonic() - begin)))
         fresh = _collect(cells, len(layers) * len(kinds) * len(m), at_most_every(sweep.SAVE_SECONDS, save))
         save(fresh)
     found = parsed(lambda: sweep.read_all(json_path))

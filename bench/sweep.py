@@ -127,7 +127,12 @@ def unfinished(schemes: Sequence[Scheme], of: Sequence[Shape], ms: Sequence[int]
 
 
 def compile_kernels(
-    names: Sequence[str], schemes: Sequence[Scheme], of: Sequence[Shape], ms: Sequence[int], processes: int
+    names: Sequence[str],
+    schemes: Sequence[Scheme],
+    of: Sequence[Shape],
+    ms: Sequence[int],
+    processes: int,
+    seconds: float = math.inf,
 ) -> None:
     """Multiplies once by every layer and M, in so many processes, as some peers compile kernels when they first do.
 
@@ -136,11 +141,15 @@ def compile_kernels(
 
     Args:
         names: of peers.
+        of: in the order in which they are to be timed.
+        seconds: when so many have passed, the layers that are left are not compiled for.
     """
+    end = time.monotonic() + seconds
     work = [(tuple(names), scheme, shape, tuple(ms)) for shape in of for scheme in schemes]
     with get_context("spawn").Pool(processes) as pool:
         for _ in pool.imap_unordered(_compile_for, work):
-            pass
+            if time.monotonic() >= end:
+                return  # which ends the processes
 
 
 def _compile_for(work: tuple[Sequence[str], Scheme, Shape, Sequence[int]]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +18,7 @@ from bench.gpu_timing import Contestant
 from bench.layer import Layer
 from bench.peers.base import Peer, Product
 from bench.schemes import Scheme, parse
+from bench.shapes import Shape
 from tests.python.bench_rows import write
 from typer.testing import CliRunner
 
@@ -131,6 +134,27 @@ def test_peers_compile_for_every_layer_and_m(monkeypatch: pytest.MonkeyPatch) ->
     for shape in ((64, 128), (128, 128)):
         sweep._compile_for((["cublas"], parse("w4a16_g128"), shape, [1, 2, 3]))
     assert _Compiler.asked == [("128x128", 1), ("128x128", 2), ("128x128", 3)]
+
+
+def test_layers_are_compiled_for_in_their_order_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Shape] = []
+
+    class Pool:
+        """Of this process, and one layer at a time."""
+
+        def imap_unordered(self, compile_for: Any, work: Sequence[Any]) -> Iterator[None]:
+            for _, _, shape, _ in work:
+                compiled.append(shape)
+                yield
+
+    monkeypatch.setattr(
+        sweep, "get_context", lambda method: SimpleNamespace(Pool=lambda processes: contextlib.nullcontext(Pool()))
+    )
+    layers = sweep.random_layers(5)
+    sweep.compile_kernels(["cublas"], [parse("w4a16_g128")], layers, [1], 1)
+    assert compiled == layers
+    sweep.compile_kernels(["cublas"], [parse("w4a16_g128")], layers, [1], 1, seconds=0)
+    assert compiled == [*layers, layers[0]]
 
 
 def test_gpus_share_a_sweep() -> None:
