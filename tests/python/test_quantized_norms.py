@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.python.eight_bit import needs_instructions
 from tests.python.modules import randn, random_linear
 from tests.python.running import assert_replays
 from torch import Tensor
@@ -111,6 +112,7 @@ def test_what_is_not_finite(columns: int, code: torch.dtype, scale: float | None
 @pytest.mark.parametrize("scheme", [W8A8(), FP8()], ids=str)
 def test_products_behind_codes_read_what_was_written(scheme: Any, seed: int) -> None:
     """They start while the norm runs; norms of three rows take turns, whose codes and scales memory holds by turns."""
+    needs_instructions(torch.float8_e4m3fn if isinstance(scheme, FP8) else torch.int8)
     k, weight = 4096, torch.ones(4096, device="cuda")
     layer: Any = QuantLinear.from_linear(random_linear(512, k, seed), scheme).cuda()
     inputs = [(i + 1) * numbers(3, k, seed=seed + i, dtype=torch.float16, device="cuda") for i in range(3)]
