@@ -297,8 +297,8 @@ def cases_of_experts() -> Iterator[Case]:
 def tasks(shapes: Sequence[Shape], device: str, seed: int = 1) -> Iterator[Task]:
     gpu = H200 if device == "cpu" else _C.device_traits(torch.cuda.current_device())
     for kind in DESCRIPTIONS.values():
-        if kind.serves(gpu):
-            for case in of_all_options(kind, shapes, seed):
+        for case in of_all_options(kind, shapes, seed):
+            if kind.serves(gpu, case):
                 yield partial(run_kind, kind, case)
     for code, (m, n, k) in itertools.product(test_grouped.CODES, shapes):
         case = test_grouped.code_case(code, "cuda")

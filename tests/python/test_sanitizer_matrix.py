@@ -7,11 +7,13 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.python import test_grouped_gates
+import torch
+from tests.python import sanitizer_matrix, test_grouped_gates
 from tests.python.kinds import DESCRIPTIONS
 from tests.python.kinds.description import Product
 from tests.python.sanitizer_matrix import (
@@ -29,6 +31,8 @@ from tests.python.sanitizer_matrix import (
     run_wrong_indices,
     tasks,
 )
+
+from qcutlass.products import selection
 
 SMALL = ("--device", "cpu", "--shape", "5", "32", "70")
 
@@ -73,6 +77,19 @@ def numbers(output: str) -> tuple[int, int]:
     found = re.search(r"(\d+) products by (\d+) kernels, largest \|error\| / bound 0\.\d+", output)
     assert found, output
     return int(found[1]), int(found[2])
+
+
+def test_code_for_sm80_leaves_out_what_needs_fp8_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Int4 by int8 runs there, and int4 by fp8 does not."""
+    monkeypatch.setattr(sanitizer_matrix, "H200", selection.GPUS["a100"])
+    cases: dict[str, list[Any]] = {}
+    for task in tasks(SHAPES[:1], "cpu"):
+        if isinstance(task, partial) and task.func is run_kind:
+            kind, case = task.args
+            cases.setdefault(kind.name, []).append(case)
+    left_out = {kind.name for kind in DESCRIPTIONS.values()} - set(cases)
+    assert left_out == {kind.name for kind in DESCRIPTIONS.values() if kind.capability > (8, 0)} - {"gemm_w4a8"}
+    assert {case.dtype for case in cases["gemm_w4a8"]} == {torch.int8}
 
 
 def test_a_part_of_it_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
