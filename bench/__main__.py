@@ -48,6 +48,12 @@ Shapes = Annotated[
 Rows = Annotated[list[int], typer.Option("--m", min=1, help="Rows of activations; repeatable.")]
 Schemes = Annotated[list[str], typer.Option("--scheme", help=f"{schemes.PATTERNS}; repeatable.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Replays of each contestant.")]
+Within = Annotated[
+    float | None,
+    typer.Option(
+        min=1, help="Of these only what is predicted to take at most so many times the least, with any split-K."
+    ),
+]
 
 _QUANTIZED = ["4096x8192", "8192x8192", "16x8192"]
 
@@ -113,6 +119,7 @@ def gpu_command(
         str | None, typer.Option(help="all, or a part of the names: also time these one by one.")
     ] = None,
     split_k: Annotated[list[int], typer.Option(min=0, help="Split-K of these (0: chosen); repeatable.")] = [0],  # noqa: B006
+    within: Within = None,
     peer: Annotated[
         list[str], typer.Option(help=f"Only these of {', '.join(gpu_report.LABELS)}; repeatable.", show_default=False)
     ] = [],  # noqa: B006
@@ -137,7 +144,7 @@ def gpu_command(
     others = parsed(lambda: peers.select(peer, cutlass_library=cutlass_library, gemlite_autotune=gemlite_autotune))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
-    options = gpu.Options("" if tactics == "all" else tactics, split_k, eager, in_situ, batch_invariant, rounds)
+    options = gpu.Options("" if tactics == "all" else tactics, split_k, within, eager, in_situ, batch_invariant, rounds)
     bench = gpu.Bench(others if use_peers else [], options)
 
     def save(rows: list[Row]) -> None:
@@ -160,6 +167,7 @@ def sweep_command(
     random_layers: Annotated[int, typer.Option("--random", min=0, help="Random layers beside those of models.")] = (
         sweep.RANDOM
     ),
+    models: Annotated[bool, typer.Option("--models/--no-models", help="Whether layers of models take part.")] = True,
     seed: Annotated[int, typer.Option(help="Of the random layers, and of the order.")] = 0,
     part: Annotated[tuple[int, int], typer.Option(help="I N: every N-th layer from I on, of N GPUs.")] = (
         0,
@@ -169,14 +177,15 @@ def sweep_command(
     compilers: Annotated[int, typer.Option(min=0, help="Processes that let peers compile their kernels first.")] = 0,
     rounds: Rounds = sweep.ROUNDS,
     tactics: Annotated[str | None, typer.Option(help="all, or a part of the names: also time these.")] = None,
+    within: Within = None,
     peer: Annotated[list[str], typer.Option(help="Only these; repeatable.")] = ["cublas", "humming"],  # noqa: B006
     markdown_path: Markdown = None,
     plots_path: Annotated[Path | None, typer.Option("--plots", file_okay=False, help="Draw heat maps here.")] = None,
 ) -> None:
     """GPU kernels on the layers of many models, their shards, and random ones, in pieces, on several GPUs."""
     kinds, others = parsed(lambda: [schemes.parse(name) for name in scheme]), parsed(lambda: peers.select(peer))
-    layers = parsed(lambda: sweep.layers(random_layers, seed, part))
-    whole = len(sweep.layers(random_layers, seed)) * len(kinds) * len(m)
+    layers = parsed(lambda: sweep.layers(random_layers, seed, part, models))
+    whole = len(sweep.layers(random_layers, seed, models=models)) * len(kinds) * len(m)
     if seconds > 0:
         if not torch.cuda.is_available():
             raise typer.BadParameter("torch sees no CUDA device; --seconds 0 reports what is in --json")
@@ -186,7 +195,9 @@ def sweep_command(
         if compilers > 0:
             left = sweep.unfinished(kinds, layers, m, done["rows"])
             sweep.compile_kernels(peer, kinds, left, m, compilers, seconds / 2)  # the other half is for times
-        bench = gpu.Bench(others, gpu.Options(tactics="" if tactics == "all" else tactics, rounds=rounds))
+        bench = gpu.Bench(
+            others, gpu.Options(tactics="" if tactics == "all" else tactics, within=within, rounds=rounds)
+        )
 
         def save(fresh: list[Row]) -> None:
             sweep.continued(mine, bench.report(fresh)).write(json_path[0], None)

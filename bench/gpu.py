@@ -41,6 +41,8 @@ class Options:
     Attributes:
         tactics: None: the selected tactic alone; otherwise also every one whose name contains this.
         splits: split-K of each of these; 0 leaves it to selection.
+        within: of these only what is predicted to take at most so many times the least time, with any split-K; None:
+            all, with `splits`.
         eager: whether to measure the host time of an eager call.
         batch_invariant: whether to measure also the kernel of the batch-invariant product: a row of its own, whose time
             relative to the selected one's is what that costs.
@@ -50,6 +52,7 @@ class Options:
 
     tactics: str | None = None
     splits: Sequence[int] = (0,)
+    within: float | None = None
     eager: bool = False
     in_situ: bool = False
     batch_invariant: bool = False
@@ -166,7 +169,7 @@ class Bench:
             return _Entry(contestant.name, graph, error)
 
         selected = layer.plan(m)
-        wanted = [] if options.tactics is None else layer.forced(m, options.tactics, options.splits)
+        wanted = [] if options.tactics is None else layer.forced(m, options.tactics, options.splits, options.within)
         wanted = [*wanted, layer.invariant(m)] if options.batch_invariant else wanted
         everyone = {selected.name: selected} | {one.name: one for one in wanted if one.name != selected.name}
         entries = {"": [ours(contestant) for contestant in everyone.values()]}

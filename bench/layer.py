@@ -127,8 +127,19 @@ class Layer(ABC):
     def moved_bytes(self, m: int) -> int:
         """The bytes that a product of m rows moves at least: every operand read once, the output written once."""
 
-    def forced(self, m: int, wanted: str, splits: Sequence[int]) -> Iterator[Contestant]:
-        """Each tactic whose name contains `wanted`, with each split-K, as far as the GPU and K allow."""
+    def forced(self, m: int, wanted: str, splits: Sequence[int], within: float | None = None) -> Iterator[Contestant]:
+        """Each tactic whose name contains `wanted`, with each split-K, as far as the GPU and K allow.
+
+        Args:
+            within: in place of `splits`, what selection compares and predicts to take at most so many times the least.
+        """
+        if within is not None:
+            function, operands, options = self.call(m)
+            candidates = qcutlass.explain(function, *operands, **options).candidates
+            most = within * min(candidate.cost.total for candidate in candidates)
+            near = (one.plan for one in candidates if wanted in one.plan.tactic and one.cost.total <= most)
+            yield from (self.plan(m, plan.tactic, plan.split_k) for plan in near)
+            return
         for tactic in self.tactics(m):
             for split in splits if wanted in tactic else ():
                 with contextlib.suppress(qcutlass.UnsupportedError):

@@ -81,11 +81,12 @@ def held_out(count: int = RANDOM, seed: int = 0) -> set[str]:
     return {f"{n}x{k}" for n, k in random_layers(count, seed)[1::2]}
 
 
-def layers(count: int = RANDOM, seed: int = 0, part: tuple[int, int] = (0, 1)) -> list[Shape]:
+def layers(count: int = RANDOM, seed: int = 0, part: tuple[int, int] = (0, 1), models: bool = True) -> list[Shape]:
     """All layers of the sweep in an order of chance, so that a part of it is a sample of the whole.
 
     Args:
         part: (i, n): every n-th layer from the i-th on, so that n GPUs share a sweep.
+        models: whether layers of models are among them, or random ones alone.
 
     Raises:
         ValueError: there is no such part.
@@ -97,7 +98,7 @@ def layers(count: int = RANDOM, seed: int = 0, part: tuple[int, int] = (0, 1)) -
     number, parts = part
     if not 0 <= number < parts:
         raise ValueError(f"part: expected I N with 0 <= I < N, got {number} {parts}")
-    found = list(dict.fromkeys([*model_layers(), *random_layers(count, seed)]))
+    found = list(dict.fromkeys([*(model_layers() if models else ()), *random_layers(count, seed)]))
     random.Random(seed).shuffle(found)
     return found[number::parts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,28 @@ def test_bytes_and_operations_are_those_of_the_product(kind: Description, name: 
     assert layer.moved_bytes(M) == product.moved_bytes
     assert layer.operations(M) == product.operations
     assert layer.tactics(M) == product.tactics()
+
+
+@benched
+def test_tactics_within_a_share_are_those_of_the_cost_model(
+    kind: Description, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, _ = layer_and_product(kind, name)
+    monkeypatch.setattr(qcutlass, "explain", functools.partial(qcutlass.explain, device="h200"))
+    function, operands, options = layer.call(M)
+    candidates = qcutlass.explain(function, *operands, **options).candidates
+    times = [one.cost.total for one in candidates]
+    within = sorted(times)[len(times) // 2] / min(times)
+    wanted = {(one.plan.tactic, one.plan.split_k) for one in candidates if one.cost.total <= within * min(times)}
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(layer, "plan", lambda m, tactic, split_k: asked.append((tactic, split_k)))
+    assert len(list(layer.forced(M, "", [1], within))) == len(wanted)
+    assert set(asked) == wanted
+    assert 0 < len(wanted) < len(candidates) or len(set(times)) < 3
+    part = next(iter(wanted))[0]
+    asked.clear()
+    list(layer.forced(M, part, [1], within))
+    assert {tactic for tactic, _ in asked} == {one for one, _ in wanted if part in one}
 
 
 @benched

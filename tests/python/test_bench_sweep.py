@@ -72,6 +72,14 @@ def test_a_sweep_is_of_these_rows_shards_layers_and_peers(monkeypatch: pytest.Mo
     assert "0 of 5200 cells of the sweep." in result.stdout
 
 
+def test_a_sweep_of_random_layers_alone(tmp_path: Path) -> None:
+    found = sweep.layers(models=False)
+    assert sorted(found) == sorted(sweep.random_layers())
+    assert found == [layer for layer in found if layer in sweep.layers()]
+    asked = ["sweep", "--seconds", "0", "--no-models", "--m", "1", "--m", "64", "--json", str(tmp_path / "none.json")]
+    assert "0 of 200 cells of the sweep." in CliRunner().invoke(app, asked).stdout
+
+
 def test_the_committed_page_follows_from_its_rows(repository: Path, tmp_path: Path) -> None:
     results, page = repository / "bench" / "results", tmp_path / "sweep.md"
     command = ["sweep", "--seconds", "0", "--json", str(results / "sweep.json.gz"), "--markdown", str(page)]
