@@ -381,6 +381,25 @@ TEST(Select, StaysWithinTheGrid) {
   EXPECT_THROW(select(tall, kH200), Unsupported);
 }
 
+TEST(Select, StreamingLaunchesLeaveRoomForTheNextOnesAndNoMore) {
+  int const memory = kH200.shared_memory_per_block, sms = kH200.sm_count;
+  auto const room = [&](int bytes) { return (memory + kReservedSharedMemory) / (bytes + kReservedSharedMemory); };
+  for (int64_t blocks : {1, 131, 132, 133, 264, 265, 396, 397, 1000}) {
+    int64_t const share = layout::ceil_div(blocks, sms);
+    EXPECT_EQ(room(spread_shared_memory(blocks, sms, memory)), share < 2 ? 2 : share) << blocks;
+  }
+  EXPECT_EQ(spread_shared_memory(int64_t(1) << 40, sms, memory), 0);
+  int early = 0;
+  for (int64_t m : {1, 4, 16, 64})
+    for (auto const& [n, k] : {Shape{6720, 1472}, Shape{14336, 8192}, Shape{64, 512}})
+      for (Candidate const& c : candidates(weight_only_problem(m, n, k), kH200)) {
+        if (kTactics[c.plan.row].mainloop != Mainloop::kStream) continue;
+        EXPECT_TRUE(c.plan.early) << c.plan.tactic;
+        ++early;
+      }
+  EXPECT_GT(early, 0);
+}
+
 TEST(Select, LeavesWhatIsCompiledForWgmmaToItsCode) {
   DeviceTraits old_code = kH200;
   old_code.code_capability = 80;  // PTX of an older architecture

@@ -111,15 +111,35 @@ def load_kernels_at_once() -> None:
         os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 
+def load_products_of_torch(device: str, draws: int = 500) -> None:
+    """Multiplies by torch in every form that dense products and oracles have, before memory is looked at.
+
+    cuBLAS loads kernels by the megabyte when a type, an order or sizes first ask for some, 400 MiB of the process in
+    all, and this would look like a leak.
+    """
+    choose = random.Random(0)
+    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+    for dtype in (*wide, torch.float32, torch.float64):
+        for _ in range(draws):
+            m, n, k = choose.choice([1, 3, 8, 17, 64, 130, 257]), choose.randrange(1, 1500), choose.randrange(1, 4500)
+            rounded = 8 * choose.randrange(1, 500) if choose.random() < 0.5 else k
+            a, w = (torch.zeros(rows, rounded, dtype=dtype, device=device) for rows in (m, n))
+            torch.mm(a, w.T)
+            if dtype in wide:
+                torch.mm(a, w.T, out_dtype=wide[dtype])
+            else:
+                torch.mm(a, w.T.contiguous())
+
+
 def memory_of(device: str, shared: bool = False) -> dict[str, Memory]:
     """What is watched, by name.
 
     Tensors come and go: a case has some 100 kB, and `Litter` up to 16 MiB. On a CPU the first thousands of cases
     take 12 MiB more than the first ones, and looks at 100 000 cases differ by 5 MiB then. On a GPU kernels took memory
     of the device and of the process when they first ran, rare ones late: the library's are 67 MiB of packed code for
-    sm_90a, torch's more. They are loaded before the first look now, but for what libraries load by themselves, so that
-    64 MiB may do for both; 256 stays until a GPU has shown it. A leak of 4 kB a case is beyond that in an hour on an
-    H200, where each of seven processes at once computed 120 cases a second, and one beside sanitizers 57.
+    sm_90a, torch's more. They are loaded before the first look now, and so are cuBLAS's (`load_products_of_torch`), so
+    that 64 MiB may do for both; 256 stays until a GPU has shown it. A leak of 4 kB a case is beyond that in an hour on
+    an H200, where each of seven processes at once computed 120 cases a second, and one beside sanitizers 57.
 
     Args:
         device: "cpu" or "cuda".
@@ -229,6 +249,8 @@ def soak(
     """Random problems of each kind in turn while `goes_on(cases, seconds)`; tallies, and what memory there was after
     each tenth of a minute. Ctrl-C ends it, too."""
     tallies = {name: Tally() for name in kinds or kinds_on(device)}
+    if device == "cuda":
+        load_products_of_torch(device)
     watched, sizes = memory_of(device, shared), list[dict[str, int]]()
     litter = Litter(random.Random(seed), device)
     begin, cases = time.monotonic(), 0

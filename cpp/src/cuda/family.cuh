@@ -34,9 +34,11 @@ struct Family<kType, kPacking, kMode>::Impl {
     params.tiles = Swizzle::get_tiled_shape({launch.channels, launch.tokens, launch.k},
                                             {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Swizzle::get_log_tile(params.tiles);
+    int const needed = shared_memory_bytes(C::kTactic, kKind, launch.tokens);
+    int const most = std::max(C::kSharedMemory, spread_shared_memory(1, launch.sm_count, launch.shared_memory_limit));
     return {Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
-            C::kTactic.threads(), shared_memory_bytes(C::kTactic, kKind, launch.tokens),
-            std::min(C::kSharedMemory, launch.shared_memory_limit)};
+            C::kTactic.threads(), std::max(needed, launch.least_shared_memory),
+            std::min(most, launch.shared_memory_limit)};
   }
 
   template <int kIndex>

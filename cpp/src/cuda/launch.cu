@@ -8,6 +8,7 @@
 #include "cuda/launch_kernel.cuh"
 #include "cuda/output.cuh"
 #include "plan/fit.h"
+#include "plan/footprint.h"
 #include "plan/workspace.h"
 #include "qcutlass/error.h"
 
@@ -199,6 +200,9 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
   launch.sm_count = traits.sm_count;
+  if (plan.early && kTactics[tactic].mainloop == Mainloop::kStream)
+    launch.least_shared_memory = spread_shared_memory(tiles(problem, kTactics[tactic]) * plan.split_k, traits.sm_count,
+                                                      traits.shared_memory_per_block);
 
   FamilyEntry const& entry = kFamilies[family];
   bool const wgmma = is_wgmma(kTactics[tactic].mainloop);

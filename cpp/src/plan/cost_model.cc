@@ -253,8 +253,7 @@ int resident_blocks(Problem const& problem, DeviceTraits const& device, Tactic c
   if (device.wgmma ? is_superseded(tactic, problem.kind, problem.grouped) : is_wgmma(tactic.mainloop)) return 0;
   int const shared = shared_memory_bytes(tactic, problem.kind, tile_rows(problem, tactic), problem.grouped);
   if (shared > std::min(device.shared_memory_per_block, kMostSharedMemory)) return 0;
-  constexpr int kReserved = 1024;  // the system's share of every block
-  int const by_memory = (device.shared_memory_per_block + kReserved) / (shared + kReserved);
+  int const by_memory = (device.shared_memory_per_block + kReservedSharedMemory) / (shared + kReservedSharedMemory);
   int const capability = device.compute_capability;
   bool const few_warps = (capability > 80 && capability < 90) || capability >= 120;  // 48 an SM, not 64
   int const by_warps = (few_warps ? 48 : 64) / tactic.warps;

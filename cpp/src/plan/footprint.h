@@ -108,6 +108,20 @@ constexpr int shared_memory_bytes(Tactic const& t, Kind const& kind, int64_t m, 
   return mainloop > epilogue ? mainloop : epilogue;
 }
 
+/// The system's share of the shared memory of an SM, for every block.
+inline constexpr int kReservedSharedMemory = 1024;
+
+/// Dynamic shared memory that a streaming block takes at least where the next launch may start early: an SM has room
+/// for its share of this launch, and for two blocks if that is one. With more room, blocks of the next launch pile up
+/// on some SMs, which then finish last. On an H200 tiles of 64 channels by four warps, of which an SM holds three or
+/// four, took 22.2 us of 14336 x 8192 with 4 rows of int4, and take 18.0 since; tiles of which it holds two take as
+/// long.
+constexpr int spread_shared_memory(int64_t blocks, int sm_count, int limit) {
+  int64_t const share = layout::ceil_div(blocks, sm_count) > 2 ? layout::ceil_div(blocks, sm_count) : 2;
+  int64_t const bytes = (limit + kReservedSharedMemory) / share - kReservedSharedMemory;
+  return bytes > 0 ? int(bytes / 128 * 128) : 0;
+}
+
 /// Whether the configuration is for such products, and some GPU can run it, if only for one row of activations.
 constexpr bool is_compiled(Tactic const& t, Kind const& kind) {
   return t.serves(kind) && shared_memory_bytes(t, kind, 1) <= kMostSharedMemory;
