@@ -43,6 +43,17 @@ TEST(Formats, FewRowsOfInt4StreamAsMeasured) {
        {4096, 4096, 32, {{"n64m16k1024w8", 1, 7.3}, {"n64m16k512w4", 1, 7.6}, {"n64m32k512w8", 2, 8.5}}}});
 }
 
+/// Of random layers, where blocks pile up unless launches are spread, some would start when others end, or four share
+/// k.
+TEST(Formats, RandomLayersOfInt4StreamAsMeasured) {
+  expect_choices_among_the_best(
+      [](int64_t m, int64_t n, int64_t k) { return weight_only_problem(m, n, k); },
+      {{14464, 3328, 4, {{"n64m8k512w4", 1, 9.2}, {"n128m8k512w8", 1, 9.6}, {"n224m8k512w8", 2, 10.5}}},
+       {15808, 8256, 4, {{"n64m8k512w4", 1, 19.3}, {"n128m8k512w8", 2, 21.1}, {"n32m8k1024w8", 1, 21.9}}},
+       {11200, 2048, 16, {{"n64m16k512w4", 1, 7.0}, {"n224m8k512w8", 1, 8.5}, {"n48m16k1024w8", 1, 9.5}}},
+       {1664, 11840, 16, {{"n64m16k1024w8", 4, 7.1}, {"n64m16k512w4", 4, 7.4}, {"n32m16k1024w8", 2, 7.8}}}});
+}
+
 TEST(Formats, ChoicesOfFp8WeightsAreAsMeasured) {
   expect_choices_among_the_best(
       e4m3_problem,

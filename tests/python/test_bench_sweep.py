@@ -80,12 +80,16 @@ def test_a_sweep_of_random_layers_alone(tmp_path: Path) -> None:
     assert "0 of 200 cells of the sweep." in CliRunner().invoke(app, asked).stdout
 
 
-def test_the_committed_page_follows_from_its_rows(repository: Path, tmp_path: Path) -> None:
-    results, page = repository / "bench" / "results", tmp_path / "sweep.md"
-    command = ["sweep", "--seconds", "0", "--json", str(results / "sweep.json.gz"), "--markdown", str(page)]
-    result = CliRunner().invoke(app, command)
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [("sweep", ""), ("choices", "--no-models --m 1 --m 4 --m 16 --m 64 --m 256 --m 1024")],
+)
+def test_the_committed_pages_follow_from_their_rows(name: str, of: str, repository: Path, tmp_path: Path) -> None:
+    results, page = repository / "bench" / "results", tmp_path / f"{name}.md"
+    command = ["sweep", *of.split(), "--seconds", "0", "--json", str(results / f"{name}.json.gz")]
+    result = CliRunner().invoke(app, [*command, "--markdown", str(page)])
     assert result.exit_code == 0, result.output
-    assert page.read_text() == (results / "sweep.md").read_text()
+    assert page.read_text() == (results / f"{name}.md").read_text()
 
 
 def test_random_layers_follow_from_the_seed() -> None:
