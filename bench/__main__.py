@@ -144,6 +144,8 @@ def gpu_command(
     others = parsed(lambda: peers.select(peer, cutlass_library=cutlass_library, gemlite_autotune=gemlite_autotune))
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device")
+    if within is not None and (tactics is None or split_k != [0]):
+        raise typer.BadParameter("--within: expected --tactics with it, and no --split-k: it takes any")
     options = gpu.Options("" if tactics == "all" else tactics, split_k, within, eager, in_situ, batch_invariant, rounds)
     bench = gpu.Bench(others if use_peers else [], options)
 
@@ -184,6 +186,8 @@ def sweep_command(
 ) -> None:
     """GPU kernels on the layers of many models, their shards, and random ones, in pieces, on several GPUs."""
     kinds, others = parsed(lambda: [schemes.parse(name) for name in scheme]), parsed(lambda: peers.select(peer))
+    if within is not None and tactics is None:
+        raise typer.BadParameter("--within: expected --tactics with it")
     layers = parsed(lambda: sweep.layers(random_layers, seed, part, models))
     whole = len(sweep.layers(random_layers, seed, models=models)) * len(kinds) * len(m)
     if seconds > 0:

@@ -381,23 +381,35 @@ TEST(Select, StaysWithinTheGrid) {
   EXPECT_THROW(select(tall, kH200), Unsupported);
 }
 
-TEST(Select, StreamingLaunchesLeaveRoomForTheNextOnesAndNoMore) {
-  int const memory = kH200.shared_memory_per_block, sms = kH200.sm_count;
-  auto const room = [&](int bytes) { return (memory + kReservedSharedMemory) / (bytes + kReservedSharedMemory); };
-  for (int64_t blocks : {1, 131, 132, 133, 264, 265, 396, 397, 1000}) {
-    int64_t const share = layout::ceil_div(blocks, sms);
-    EXPECT_EQ(room(spread_shared_memory(blocks, sms, memory)), share < 2 ? 2 : share) << blocks;
+TEST(Select, StreamingLaunchesHaveRoomForTheirShareAndNoMore) {
+  for (int memory : {99 * 1024, 163 * 1024, 227 * 1024}) {  // sm_120, sm_80, sm_90
+    auto const room = [&](int bytes) { return (memory + kReservedSharedMemory) / (bytes + kReservedSharedMemory); };
+    int const most = spread_shared_memory(1, memory);
+    EXPECT_LE(most, memory / 2);
+    for (int64_t share : {1, 2, 3, 4}) {
+      int const bytes = spread_shared_memory(share, memory);
+      EXPECT_EQ(room(bytes), share < 2 ? 2 : share) << memory;
+      EXPECT_LE(bytes, most) << "the limit of the kernel is that of one block";
+    }
+    EXPECT_EQ(spread_shared_memory(int64_t(1) << 40, memory), 0);
   }
-  EXPECT_EQ(spread_shared_memory(int64_t(1) << 40, sms, memory), 0);
-  int early = 0;
+}
+
+TEST(Select, StreamsStartEarlyAndOthersWhereBlocksCannotPileUp) {
+  int streams = 0, late = 0;
   for (int64_t m : {1, 4, 16, 64})
-    for (auto const& [n, k] : {Shape{6720, 1472}, Shape{14336, 8192}, Shape{64, 512}})
-      for (Candidate const& c : candidates(weight_only_problem(m, n, k), kH200)) {
-        if (kTactics[c.plan.row].mainloop != Mainloop::kStream) continue;
-        EXPECT_TRUE(c.plan.early) << c.plan.tactic;
-        ++early;
-      }
-  EXPECT_GT(early, 0);
+    for (auto const& [n, k] : {Shape{6720, 1472}, Shape{14336, 8192}, Shape{64, 512}}) {
+      GemmArguments experts = weight_only_problem(m, n, k);
+      experts.experts.count = 8, experts.experts.a_rows = m;
+      for (GemmArguments const& product : {weight_only_problem(m, n, k), experts})
+        for (Candidate const& c : candidates(product, kH200)) {
+          bool const stream = kTactics[c.plan.row].mainloop == Mainloop::kStream;
+          EXPECT_TRUE(c.plan.early || !stream) << c.plan.tactic;
+          streams += stream, late += !c.plan.early;
+        }
+    }
+  EXPECT_GT(streams, 0);
+  EXPECT_GT(late, 0) << "tiles of kMultistage, of which an SM has room for several";
 }
 
 TEST(Select, LeavesWhatIsCompiledForWgmmaToItsCode) {

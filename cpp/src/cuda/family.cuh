@@ -35,7 +35,7 @@ struct Family<kType, kPacking, kMode>::Impl {
                                             {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Swizzle::get_log_tile(params.tiles);
     int const needed = shared_memory_bytes(C::kTactic, kKind, launch.tokens);
-    int const most = std::max(C::kSharedMemory, spread_shared_memory(1, launch.sm_count, launch.shared_memory_limit));
+    int const most = std::max(C::kSharedMemory, spread_shared_memory(1, launch.shared_memory_limit));
     return {Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
             C::kTactic.threads(), std::max(needed, launch.least_shared_memory),
             std::min(most, launch.shared_memory_limit)};

@@ -39,7 +39,7 @@ struct Launch {
   ExpertRows experts;       // of grouped products
   int64_t scale_rows;       // of an expert
   int64_t super_rows;       // likewise
-  int least_shared_memory;  // that a block of kStream takes: see spread_shared_memory
+  int least_shared_memory;  // that a block takes: 0, or see spread_shared_memory
   bool first_use;           // of the configuration on this device: its shared-memory limit is still to be raised
   int shared_memory_limit;  // of a block on this device; a full tile may need more than the rows at hand do
 };

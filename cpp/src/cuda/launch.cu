@@ -1,4 +1,5 @@
 // Launching a plan: operands aligned if need be, the kernel family picked by type, partial results added.
+#include <algorithm>
 #include <atomic>
 
 #include "cuda/copy_rows.cuh"
@@ -9,6 +10,7 @@
 #include "cuda/output.cuh"
 #include "plan/fit.h"
 #include "plan/footprint.h"
+#include "plan/gpu_class.h"
 #include "plan/workspace.h"
 #include "qcutlass/error.h"
 
@@ -200,9 +202,13 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
   launch.sm_count = traits.sm_count;
-  if (plan.early && kTactics[tactic].mainloop == Mainloop::kStream)
-    launch.least_shared_memory = spread_shared_memory(tiles(problem, kTactics[tactic]) * plan.split_k, traits.sm_count,
-                                                      traits.shared_memory_per_block);
+  if (plan.early && kTactics[tactic].mainloop == Mainloop::kStream && !problem.grouped) {
+    int64_t const count = tiles(problem, kTactics[tactic]);
+    int64_t const share = plan.cluster
+                              ? layout::ceil_div(count, std::max(1, resident_clusters(traits.sm_count, plan.split_k)))
+                              : layout::ceil_div(count * plan.split_k, traits.sm_count);
+    launch.least_shared_memory = spread_shared_memory(share, traits.shared_memory_per_block);
+  }
 
   FamilyEntry const& entry = kFamilies[family];
   bool const wgmma = is_wgmma(kTactics[tactic].mainloop);

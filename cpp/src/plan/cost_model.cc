@@ -140,9 +140,9 @@ double wgmma_fixed(WgmmaCosts const& costs, Tactic const& t, Waves const& waves,
          (shared - shared / split_k) * costs.exchange;
 }
 
-/// Whether a tile streams int4 weights, by whose times of random layers two terms of `fixed` were found. The constants
-/// of other weights, and of experts, were fitted without them.
-bool streams_int4(Problem const& p, Tactic const& t) {
+/// Whether a tile streams int4 weights in native groups, by whose times of random layers two terms of `fixed` were
+/// found. The constants of other weights and groups, and of experts, were fitted without them.
+bool streams_native_int4(Problem const& p, Tactic const& t) {
   return t.mainloop == Mainloop::kStream && p.kind.mode == ScaleMode::kNative && p.kind.weight_bits() == 4 &&
          !p.grouped;
 }
@@ -224,13 +224,13 @@ double compute(Problem const& p, Model const& model, Tactic const& t, Waves cons
 }
 
 /// Launch, prologue, epilogue, and the exchange of partial sums. Blocks that start when others of their launch have
-/// ended on the SM pay what a launch does, as nothing hides their start: at 11200 x 2048 with 16 rows 234 blocks, two
-/// on most SMs, one after the other, took 9.5 us of int4, and 175 that run together 7.0. And all blocks of a cluster
-/// exchange their sums at once, so that four take as long for it as two.
+/// ended on the SM pay what a launch does, as nothing hides their start: at 11200 x 2048 with 16 rows the tile of 48 x
+/// 16, two of whose 234 blocks follow each other on most SMs, took 9.5 us of int4 for 7.5 that were predicted without.
+/// And all blocks of a cluster exchange their sums at once, so that four take as long for it as two.
 double fixed(Problem const& p, Model const& model, Tactic const& t, Waves const& waves, int split_k, bool cluster) {
   MmaSyncCosts const& loop = model.mainloop(t);
   ProductCosts const& costs = model.costs;
-  bool const wgmma = is_wgmma(t.mainloop), int4 = streams_int4(p, t);
+  bool const wgmma = is_wgmma(t.mainloop), int4 = streams_native_int4(p, t);
   double const rounds = int4 ? std::ceil(waves.busiest / waves.resident) : 1;
   double const block = wgmma ? wgmma_fixed(costs.wgmma, t, waves, split_k, cluster)
                              : loop.kernel * rounds + (waves.busiest - 1) * costs.block +

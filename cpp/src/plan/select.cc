@@ -58,15 +58,12 @@ bool split_pays(Problem const& problem, DeviceTraits const& device, Tactic const
 }
 
 /// Whether blocks of the next launch, if they start early, could pile up on some SMs while others idle. This is taken
-/// to be so if launch bounds allow several blocks an SM, and all blocks of this launch run at once. Streaming blocks
-/// wait for memory most of the time; for those of experts it is so if an SM has room for four times as many blocks as
-/// it gets, and others leave no such room (spread_shared_memory). Measured: early starts cost such launches up to half,
-/// and save 1 to 2 us in all others.
+/// to be so if launch bounds allow several blocks an SM, and all blocks of this launch run at once. Measured: early
+/// starts cost such launches up to half, and save 1 to 2 us in all others. Streaming launches leave no room for that
+/// (spread_shared_memory); those of experts have whole tiles, of which an SM has room for three at most.
 bool piles_up(Problem const& problem, DeviceTraits const& device, Tactic const& t, int split_k) {
   int64_t const blocks = tiles(problem, t) * split_k;
-  if (t.mainloop == Mainloop::kStream)
-    return problem.grouped && resident_blocks(problem, device, t) >= 4 * layout::ceil_div(blocks, device.sm_count);
-  return t.min_blocks > 1 && blocks <= int64_t(device.sm_count) * t.min_blocks;
+  return t.mainloop != Mainloop::kStream && t.min_blocks > 1 && blocks <= int64_t(device.sm_count) * t.min_blocks;
 }
 
 Candidate candidate(Problem const& problem, DeviceTraits const& device, int row, int wanted_split) {
