@@ -82,6 +82,18 @@ TEST(CheckPlan, ClustersHaveRoomForWhatTheyExchange) {
   EXPECT_GT(refused, 0);
 }
 
+TEST(CheckPlan, ClustersHaveAtMostEightBlocks) {
+  GemmArguments const a = weight_only_problem(1, 64, 65536);
+  int through_memory = 0;
+  for (Candidate c : candidates_by(a, kH200, 16)) {
+    ++through_memory;
+    EXPECT_TRUE(fits(a, kH200, c.plan)) << c.plan.tactic;
+    c.plan.cluster = true;
+    EXPECT_FALSE(fits(a, kH200, c.plan)) << c.plan.tactic;
+  }
+  EXPECT_GT(through_memory, 0);
+}
+
 TEST(CheckPlan, GatesAndBlocksOfChannelsLieWithinTiles) {
   GemmArguments plain = weight_only_problem(1, 4096, 4096), gated = plain;
   gated.activation = Activation::kSilu;

@@ -123,5 +123,14 @@ TEST(GpuClass, WhatSmsShareGoesWithTheirNumber) {
   }
 }
 
+TEST(GpuClass, BusiestSmGetsItsShareOfBlocksOrClusters) {
+  EXPECT_EQ(busiest_blocks(132, 1, false, 132), 1);
+  EXPECT_EQ(busiest_blocks(133, 1, false, 132), 2);
+  EXPECT_EQ(busiest_blocks(33, 8, false, 132), 2);
+  EXPECT_EQ(busiest_blocks(32, 8, true, 132), 3) << "15 clusters of 8 run at once";
+  EXPECT_EQ(busiest_blocks(66, 2, true, 132), 1);
+  EXPECT_EQ(busiest_blocks(5, 8, true, 4), 5) << "no cluster fits";
+}
+
 }  // namespace
 }  // namespace qcutlass

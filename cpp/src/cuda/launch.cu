@@ -1,5 +1,4 @@
 // Launching a plan: operands aligned if need be, the kernel family picked by type, partial results added.
-#include <algorithm>
 #include <atomic>
 
 #include "cuda/copy_rows.cuh"
@@ -202,13 +201,10 @@ void gemm(GemmArguments const& a, Plan const& plan, void* stream_handle) {
   launch.first_use = !seen.load(std::memory_order_acquire);
   launch.shared_memory_limit = traits.shared_memory_per_block;
   launch.sm_count = traits.sm_count;
-  if (plan.early && kTactics[tactic].mainloop == Mainloop::kStream && !problem.grouped) {
-    int64_t const count = tiles(problem, kTactics[tactic]);
-    int64_t const share = plan.cluster
-                              ? layout::ceil_div(count, std::max(1, resident_clusters(traits.sm_count, plan.split_k)))
-                              : layout::ceil_div(count * plan.split_k, traits.sm_count);
-    launch.least_shared_memory = spread_shared_memory(share, traits.shared_memory_per_block);
-  }
+  if (plan.early && kTactics[tactic].mainloop == Mainloop::kStream && !problem.grouped)
+    launch.least_shared_memory = spread_shared_memory(
+        busiest_blocks(tiles(problem, kTactics[tactic]), plan.split_k, plan.cluster, traits.sm_count),
+        traits.shared_memory_per_block);
 
   FamilyEntry const& entry = kFamilies[family];
   bool const wgmma = is_wgmma(kTactics[tactic].mainloop);

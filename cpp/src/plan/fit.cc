@@ -1,6 +1,7 @@
 #include "plan/fit.h"
 
 #include "plan/cost_model.h"
+#include "plan/gpu_class.h"
 #include "plan/shared_tiles.h"
 #include "qcutlass/error.h"
 
@@ -40,6 +41,7 @@ void check_plan(Problem const& problem, DeviceTraits const& device, Plan const& 
   auto const fits = [&] {
     if (!has_kernel(problem, t) || !fits_output(problem, t) || !fits_grid(problem, t)) return false;
     if (!splittable(problem, t, plan.split_k) || resident_blocks(problem, device, t) == 0) return false;
+    if (plan.cluster && plan.split_k > kMaxCluster) return false;
     if (plan.cluster && is_wgmma(t.mainloop) && !may_cluster(t, problem.kind, plan.split_k)) return false;
     SharedTiles const shared(problem, device, t, plan.split_k);
     return plan.shared_channel == shared.first_channel && plan.shared_token == shared.first_token &&

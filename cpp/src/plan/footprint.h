@@ -111,12 +111,12 @@ constexpr int shared_memory_bytes(Tactic const& t, Kind const& kind, int64_t m, 
 /// The system's share of the shared memory of an SM, for every block.
 inline constexpr int kReservedSharedMemory = 1024;
 
-/// Dynamic shared memory that a block takes at least in a streaming launch that may start early: an SM has room for its
-/// share of the launch's blocks, and for two where that is one. With more room, blocks of a launch that starts early
-/// pile up on some SMs, which then finish last. On an H200 tiles of 64 channels by four warps, of which an SM has room
-/// for three, took 22.2 us of 14336 x 8192 with 4 rows of int4, and take 18.0 since; tiles of which it has room for two
-/// take as long as before. 4 KB are left for blocks of norms and quantisers between products: each takes the system's
-/// share, and a few bytes of its own.
+/// Dynamic shared memory that a block takes at least in a streaming launch that may start early, but for the rows of
+/// experts: an SM has room for its share of the launch's blocks, and for two where that is one. With more room, blocks
+/// of a launch that starts early pile up on some SMs, which then finish last. On an H200 tiles of 64 channels by four
+/// warps, of which an SM has room for three, took 22.2 us of 14336 x 8192 with 4 rows of int4, and 18.0 with room for
+/// two; tiles of which it has room for two took as long as before. Unless a tile itself needs more, 4 KB are left for
+/// blocks of norms and quantisers between products: each takes the system's share, and a few bytes of its own.
 constexpr int spread_shared_memory(int64_t share, int limit) {
   constexpr int kOthers = 4 * 1024;
   int64_t const bytes = (limit + kReservedSharedMemory - kOthers) / (share > 2 ? share : 2) - kReservedSharedMemory;

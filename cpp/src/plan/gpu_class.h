@@ -82,12 +82,22 @@ void for_each_rate(GpuClass& gpu, Visit const& visit) {
   visit("gpu.mma", gpu.mma_clocks), visit("gpu.dense", gpu.dense_rate), visit("gpu.dequantize", gpu.dequantize_rate);
 }
 
+/// Blocks that a cluster may have on every GPU with clusters.
+inline constexpr int kMaxCluster = 8;
+
 /// Clusters of so many blocks, one an SM, that run at once: those beyond pairs do not fill every group of SMs that may
 /// hold one. Shares of the SMs as cudaOccupancyMaxActiveClusters has them on an H200 (39 of 3 blocks, 30 of 4, 22, 17,
 /// 15 of 7 or 8).
 constexpr int resident_clusters(int sm_count, int blocks) {
-  constexpr double kShares[] = {1, 1, 1, 0.887, 0.91, 0.834, 0.773, 0.796, 0.91};
+  constexpr double kShares[kMaxCluster + 1] = {1, 1, 1, 0.887, 0.91, 0.834, 0.773, 0.796, 0.91};
   return int(sm_count * kShares[blocks]) / blocks;
+}
+
+/// Blocks that the busiest SM gets of a launch, together or one after the other, if so many blocks share each tile.
+constexpr int64_t busiest_blocks(int64_t tiles, int blocks, bool cluster, int sm_count) {
+  if (!cluster) return (tiles * blocks + sm_count - 1) / sm_count;
+  int const resident = resident_clusters(sm_count, blocks);
+  return resident > 0 ? (tiles + resident - 1) / resident : tiles;
 }
 
 }  // namespace qcutlass

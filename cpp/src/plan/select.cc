@@ -21,8 +21,6 @@ namespace {
 constexpr std::initializer_list<int> kSplits = {1, 2, 4, 8, 16};
 /// The same for wgmma. With one block an SM powers of two often leave many SMs idle; 3, 5 and 6 fill more of them.
 constexpr std::initializer_list<int> kWgmmaSplits = {1, 2, 3, 4, 5, 6, 8};
-/// Largest cluster size that every GPU with clusters supports.
-constexpr int kMaxCluster = 8;
 
 /// `<packing>_<activation type>_[<scale mode>_]sm<80, 89, 90a>_[stream_]n<channels>m<tokens>k<k>[w<warps>]_s<stages>`,
 /// with the k of a stage. Scale mode none is left out; only the streaming loop has `stream_` and `w`.
@@ -60,7 +58,7 @@ bool split_pays(Problem const& problem, DeviceTraits const& device, Tactic const
 /// Whether blocks of the next launch, if they start early, could pile up on some SMs while others idle. This is taken
 /// to be so if launch bounds allow several blocks an SM, and all blocks of this launch run at once. Measured: early
 /// starts cost such launches up to half, and save 1 to 2 us in all others. Streaming launches leave no room for that
-/// (spread_shared_memory); those of experts have whole tiles, of which an SM has room for three at most.
+/// (spread_shared_memory); those of experts, of whose tiles an SM has room for three at most, start early nevertheless.
 bool piles_up(Problem const& problem, DeviceTraits const& device, Tactic const& t, int split_k) {
   int64_t const blocks = tiles(problem, t) * split_k;
   return t.mainloop != Mainloop::kStream && t.min_blocks > 1 && blocks <= int64_t(device.sm_count) * t.min_blocks;
