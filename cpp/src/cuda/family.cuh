@@ -35,6 +35,7 @@ struct Family<kType, kPacking, kMode>::Impl {
                                             {Shape::kM, Shape::kN, Shape::kK}, launch.split_k);
     params.log_tile = Swizzle::get_log_tile(params.tiles);
     int const needed = shared_memory_bytes(C::kTactic, kKind, launch.tokens);
+    // The largest of all launches, for which the kernel's limit is raised once: one block an SM is asked for as two.
     int const most = std::max(C::kSharedMemory, spread_shared_memory(1, launch.shared_memory_limit));
     return {Swizzle::get_grid_shape(params.tiles), dim3(1, 1, unsigned(launch.cluster ? launch.split_k : 1)),
             C::kTactic.threads(), std::max(needed, launch.least_shared_memory),

@@ -44,8 +44,8 @@ struct Waves {
   Waves(Problem const& p, DeviceTraits const& device, Tactic const& t, int split_k, bool cluster)
       : blocks(static_cast<double>(tiles(p, t)) * split_k),
         sharers(wgmma_sharers(t.mainloop, p.token_tiles(t.tokens), split_k)),
-        busiest(cluster ? std::ceil(pairs(p, t) / std::max(1, resident_clusters(device.sm_count, split_k)))
-                        : std::ceil(pairs(p, t) * split_k / std::max(1, device.sm_count / sharers))),
+        busiest(static_cast<double>(busiest_blocks(
+            pairs(p, t), split_k, cluster, cluster ? device.sm_count : std::max(1, device.sm_count / sharers)))),
         resident(resident_blocks(p, device, t)),
         stages(static_cast<double>(layout::ceil_div(p.k, t.stage_k(p.kind.packing)))),
         shared(static_cast<double>(p.m) * static_cast<double>(p.n)) {
@@ -62,8 +62,8 @@ struct Waves {
 
  private:
   /// Groups of blocks that share weights, of a share of k.
-  double pairs(Problem const& p, Tactic const& t) const {
-    return static_cast<double>(layout::ceil_div(p.n, t.channels) * layout::ceil_div(p.token_tiles(t.tokens), sharers));
+  int64_t pairs(Problem const& p, Tactic const& t) const {
+    return layout::ceil_div(p.n, t.channels) * layout::ceil_div(p.token_tiles(t.tokens), sharers);
   }
 };
 
