@@ -13,7 +13,8 @@ from qcutlass import _C
 PLAN: Final = Path(__file__).parents[1] / "cpp" / "src" / "plan"
 """The folder of costs.h and gpu_class.h."""
 CLASSES: Final = (
-    "weight_only", "eight_by_eight", "blockwise", "four_by_eight", "scaled_groups", "float_scales", "minimums",
+    "weight_only", "native_int4", "eight_by_eight", "blockwise",
+    "four_by_eight", "scaled_groups", "float_scales", "minimums",
 )  # fmt: skip
 """Classes of products; the costs of each are what the function `<class>_costs` of costs.h returns."""
 RATES: Final = ("dram", "l2", "clock", "mma", "dense", "dequantize")

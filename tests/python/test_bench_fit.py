@@ -26,7 +26,8 @@ from qcutlass.products import selection
 
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096))
 MS = (1, 16, 96, 512)
-SCHEMES = ("w4a16_g128", "w8a8", "blockwise", "w4a8_g128", "mxfp4", "w4a16_g32_real", "q4_k")  # one of each class
+# one of each class
+SCHEMES = ("w4a16_g32", "w4a16_g128", "w8a8", "blockwise", "w4a8_g128", "mxfp4", "w4a16_g32_real", "q4_k")
 H200 = selection.GPUS["h200"]
 NOISE = 0.01
 OFF = 1.25  # how far the constants that times are made of are from those of costs.h, up or down
@@ -38,7 +39,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Explanation]:
     """`explain` of the product that the bench measures under this name, written here once more."""
-    if scheme in ("w4a16_g128", "w4a16_g32_real", "mxfp4", "q4_k"):
+    if scheme in ("w4a16_g32", "w4a16_g128", "w4a16_g32_real", "mxfp4", "q4_k"):
         packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.uint8), bits=4)
         a = meta(m, k, dtype=torch.float16)
         if scheme == "mxfp4":
@@ -52,7 +53,8 @@ def product(scheme: str, m: int, n: int, k: int) -> Callable[..., qcutlass.Expla
         if scheme == "w4a16_g32_real":
             scales, zeros = (meta(k // 32, n, dtype=torch.float16) for _ in range(2))
             return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, scales, zeros)
-        return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, meta(k // 128, n, dtype=torch.float16))
+        groups = k // int(scheme.removeprefix("w4a16_g"))
+        return functools.partial(qcutlass.explain, qcutlass.gemm, a, packed, meta(groups, n, dtype=torch.float16))
     f32 = torch.float32
     if scheme == "w4a8_g128":
         packed = qcutlass.preprocess_weights(meta(n, k, dtype=torch.uint8), bits=4, activations="fp8")
@@ -149,6 +151,7 @@ def test_a_number_reaches_every_class_that_does_not_replace_it(lines: CostLines)
     changed = {name: lines.costs(name, H200, values).items() - lines.costs(name, H200, {}).items() for name in CLASSES}
     assert changed == {
         "weight_only": {("block", 2.0), ("exposed", 3.0)},
+        "native_int4": {("block", 2.0), ("exposed", 3.0)},
         "eight_by_eight": {("block", 2.0), ("wgmma.clock", 1.0)},
         "blockwise": {("block", 2.0), ("wgmma.clock", 1.0)},
         "four_by_eight": {("block", 2.0), ("exposed", 3.0)},
@@ -261,7 +264,7 @@ def test_without_iterations_the_lines_are_those_of_today(lines: CostLines, synth
     code = "\n".join(report.summary[list(report.summary).index("") + 1 :])
     source = (PLAN / "costs.h").read_text()
     assert all(f"{function}\n}}\n" in source for function in code.removesuffix("\n}").split("\n}\n\n"))
-    assert code.count("constexpr") == 8
+    assert code.count("constexpr") == len(CLASSES) + 1  # and of wgmma with 8 bits
     for today, after in zip(report.rows[::2], report.rows[1::2], strict=True):
         assert today | {"when": ""} == after | {"when": ""}
 

@@ -143,8 +143,7 @@ double wgmma_fixed(WgmmaCosts const& costs, Tactic const& t, Waves const& waves,
 /// Whether a tile streams int4 weights in native groups, by whose times of random layers two terms of `fixed` were
 /// found. The constants of other weights and groups, and of experts, were fitted without them.
 bool streams_native_int4(Problem const& p, Tactic const& t) {
-  return t.mainloop == Mainloop::kStream && p.kind.mode == ScaleMode::kNative && p.kind.weight_bits() == 4 &&
-         !p.grouped;
+  return t.mainloop == Mainloop::kStream && is_native_int4(p);
 }
 
 /// The streaming loop scales the sums of groups of any size by powers of two every other step, and those of codes with
@@ -291,7 +290,7 @@ Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& t
 }
 
 Cost predict(Problem const& problem, DeviceTraits const& device, Tactic const& tactic, int split_k, bool cluster) {
-  return predict(problem, device, tactic, split_k, cluster, kProductCosts[static_cast<int>(cost_class(problem.kind))],
+  return predict(problem, device, tactic, split_k, cluster, kProductCosts[static_cast<int>(cost_class(problem))],
                  gpu_class(device).of_sms(device.sm_count));
 }
 

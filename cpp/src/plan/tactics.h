@@ -119,7 +119,6 @@ inline constexpr StreamTactic kStreamTactics[] = {
     // Experts have many short tiles: with fewer warps each, less goes into what every warp computes for a tile.
     stream(128, 8).warp(64).slices(2).stages(3).blocks_an_sm(3).for_experts(kInt4Weights | kE2M1Weights),
     stream(80, 8).slices(8).stages(2).blocks_an_sm(2).for_(kInt4Weights),
-    stream(80, 8).slices(8).stages(3).blocks_an_sm(2).for_(kInt4Weights),
     stream(224, 8).warp(112).slices(4).stages(2).for_(kInt4Weights),
     stream(32, 16).slices(8).stages(3).blocks_an_sm(2).for_(kCommon | kRareWeights),
     stream(48, 16).slices(8).stages(3).for_(kCommon),

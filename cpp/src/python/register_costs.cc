@@ -56,7 +56,9 @@ Cost predict_with(GemmArguments const& arguments, DeviceTraits const& device, Pl
 void register_costs(py::module_& module) {
   module.def(
       "cost_class",
-      [](GemmArguments const& arguments) { return kCostClassNames[static_cast<int>(cost_class(kind_of(arguments)))]; },
+      [](GemmArguments const& arguments) {
+        return kCostClassNames[static_cast<int>(cost_class(make_problem(arguments)))];
+      },
       "arguments"_a);
   module.def("costs", &costs_of, "cost_class"_a);
   module.def(
