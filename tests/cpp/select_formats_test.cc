@@ -51,7 +51,13 @@ TEST(Formats, RandomLayersOfInt4StreamAsMeasured) {
       {{14464, 3328, 4, {{"n64m8k512w4", 1, 9.2}, {"n128m8k512w8", 1, 9.6}, {"n224m8k512w8", 2, 10.5}}},
        {15808, 8256, 4, {{"n64m8k512w4", 1, 19.3}, {"n128m8k512w8", 2, 21.1}, {"n32m8k1024w8", 1, 21.9}}},
        {11200, 2048, 16, {{"n64m16k512w4", 1, 7.0}, {"n224m8k512w8", 1, 8.5}, {"n48m16k1024w8", 1, 9.5}}},
-       {1664, 11840, 16, {{"n64m16k1024w8", 4, 7.1}, {"n64m16k512w4", 4, 7.4}, {"n32m16k1024w8", 2, 7.8}}}});
+       {1664, 11840, 16, {{"n64m16k1024w8", 4, 7.1}, {"n64m16k512w4", 4, 7.4}, {"n32m16k1024w8", 2, 7.8}}},
+       // short ones: streams take less than the loop with one ring, though a block has one stage or two
+       {4160, 576, 64, {{"n64m32k512w8", 1, 3.9}, {"n64m16k512w4", 1, 4.0}, {"n64m16k128", 1, 4.7}}},
+       {15232, 768, 16, {{"n128m8k512w8", 1, 4.8}, {"n64m16k512w4", 1, 4.8}, {"n64m16k128", 1, 5.5}}},
+       // tiles of 80 channels with two stages, whose next launch finds room
+       {9600, 1600, 4, {{"n80m8k1024w8", 1, 4.4}, {"n48m8k1024w8", 1, 4.7}}},
+       {10048, 2560, 8, {{"n80m8k1024w8", 1, 6.3}, {"n64m8k512w4", 1, 6.7}}}});
 }
 
 TEST(Formats, ChoicesOfFp8WeightsAreAsMeasured) {
