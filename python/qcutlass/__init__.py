@@ -1,7 +1,7 @@
 """Quantised language models in torch: fast products with weights of 4 and 8 bits, on NVIDIA GPUs and CPUs."""
 
-# torch takes seconds to import, and the command imports this file before it knows whether it needs torch. So a name that
-# needs torch is imported when it is first used, with only what it needs: to call `gemm` imports no models.
+# torch takes seconds to import, and the command imports this file before it knows whether it needs torch. So a name
+# that needs torch is imported when it is first used, with only what it needs: to call `gemm` imports no models.
 
 import ast
 import functools
