@@ -106,9 +106,9 @@ constexpr ProductCosts weight_only_costs() {
 }
 
 /// Weight-only products of int4 weights in native groups, but for those of experts. Streams were fitted to rows of the
-/// random layers that are not held out (bench/results/choices.md) and of layers of the sweep, but for `wait`, which is
-/// set: with 350, which it had, or 420 choices at 4096 x 14336 lose 4 %, with 580 one lost 20 % at a held-out layer.
-/// The chosen tactic takes 1.4 % longer than the best in the mean of the held-out layers, 9 % in the worst case.
+/// random layers that are not held out (bench/results/choices.md) and of other layers of the sweep, but for `wait`,
+/// which is set: with 350, which it had, or 420 choices at 4096 x 14336 lose 4 %, with 580 one lost 20 % at a held-out
+/// layer. The chosen tactic takes 1.4 % longer than the best in the mean of the held-out layers, 9 % in the worst case.
 constexpr ProductCosts native_int4_costs() {
   ProductCosts c = weight_only_costs();
   c.stream.latency = 0.72;
